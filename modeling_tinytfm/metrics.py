@@ -23,7 +23,7 @@ turns the one into the other.
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import evaluate
 import sacrebleu.metrics
@@ -348,8 +348,12 @@ def decode_predictions(
         A text for each row.
     """
     rows = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-    tokens = [[token_id for token_id in row if token_id >= 0] for row in rows]
-    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    # Row by row: transformers 5.17 makes one text of no rows in batch_decode.
+    texts = []
+    for row in rows:
+        tokens = [token_id for token_id in row if token_id >= 0]
+        texts.append(cast(str, tokenizer.decode(tokens, skip_special_tokens=True)))
+    return texts
 
 
 def _checked_rows(

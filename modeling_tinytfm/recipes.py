@@ -75,6 +75,8 @@ _LATER_TASKS = ("classification", "language_model")
 _NAME_PLACEHOLDER = "<recipe name>"
 # How and where a run is made, not what it computes.
 _KEYS_OUTSIDE_THE_RUN = (
+    "threads",
+    "data.num_proc",
     "training.output_dir",
     "training.overwrite",
     "training.resume_from_checkpoint",
@@ -273,16 +275,16 @@ class Recipe:
     def differences(self, other: Recipe) -> list[str]:
         """Dotted keys in which two recipes describe different runs.
 
-        Where the run is kept and how it is started (`training.output_dir`, `overwrite` and
-        `resume_from_checkpoint`) makes no difference.
+        A key that is missing means its default. Where a run is kept, how it is started and how
+        many processors work on it (`training.output_dir`, `training.overwrite`,
+        `training.resume_from_checkpoint`, `threads`, `data.num_proc`) makes no difference.
         """
         mine, theirs = _dotted(self.to_dict()), _dotted(other.to_dict())
-        keys = dict.fromkeys((*mine, *theirs))
         return [
             key
-            for key in keys
+            for key in dict.fromkeys((*mine, *theirs))
             if key not in _KEYS_OUTSIDE_THE_RUN
-            and (mine.get(key), key in mine) != (theirs.get(key), key in theirs)
+            and mine.get(key, _default(key)) != theirs.get(key, _default(key))
         ]
 
     def same_run(self, other: Recipe) -> bool:
@@ -833,15 +835,13 @@ def _refuse_unusable_key(section: str, key: Any, value: Any) -> None:
 def _dataclass_keys(settings: type) -> dict[str, _Key]:
     """The documented fields of a settings class."""
     hints = typing.get_type_hints(settings)
-    keys = {}
-    for field in dataclasses.fields(settings):
-        if not field.metadata:
-            continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        keys[field.name] = _Key(annotation=hints[field.name], default=default, **field.metadata)
-    return keys
+    return {
+        field.name: _Key(
+            annotation=hints[field.name], default=_plain_default(field), **field.metadata
+        )
+        for field in dataclasses.fields(settings)
+        if field.metadata
+    }
 
 
 def _own_keys(section: str) -> Mapping[str, _Key]:
@@ -895,7 +895,7 @@ def _training_keys() -> dict[str, _Key]:
     trainer_keys = {
         field.name: _Key(
             annotation=hints[field.name],
-            default=None if field.default is dataclasses.MISSING else field.default,
+            default=_plain_default(field),
             minimum=_TRAINING_MINIMUMS.get(field.name),
         )
         for field in dataclasses.fields(Seq2SeqTrainingArguments)
@@ -904,6 +904,15 @@ def _training_keys() -> dict[str, _Key]:
     schedules = ("noam", *_choices(trainer_keys["lr_scheduler_type"].annotation))
     schedule = dataclasses.replace(own_keys["lr_scheduler_type"], annotation=Literal[schedules])
     return {**trainer_keys, **own_keys, "lr_scheduler_type": schedule}
+
+
+def _plain_default(field: dataclasses.Field) -> Any:
+    """A field's default as a recipe would write it."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    if field.default is dataclasses.MISSING:
+        return None
+    return field.default.value if isinstance(field.default, Enum) else field.default
 
 
 def _generation_keys() -> dict[str, _Key]:
@@ -926,6 +935,12 @@ def _dotted(document: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
+
+
+def _default(dotted: str) -> Any:
+    """What a missing key means."""
+    section, _, name = dotted.rpartition(".")
+    return (_section_keys(section) if section else _dataclass_keys(Recipe))[name].default
 
 
 def _check_tokenizer(tokenizer: TokenizerSettings) -> None:
@@ -1016,8 +1031,7 @@ def _check_training(training: TrainingSettings) -> None:
     keys = _section_keys("training")
 
     def effective(name: str) -> Any:
-        default = keys[name].default
-        return arguments.get(name, default.value if isinstance(default, Enum) else default)
+        return arguments.get(name, keys[name].default)
 
     if training.average_last is not None and training.average_best is not None:
         raise ValueError(

@@ -698,6 +698,12 @@ def test_same_run(load):
         FULL,
         "training.output_dir=elsewhere",
         "training.resume_from_checkpoint=true",
+        "threads=1",
+        "data.num_proc=2",
+        "training.seed=42",
+        "training.logging_strategy=steps",
+        "model.decoder_layers=6",
+        "generation.do_sample=false",
         name="another",
     )
     assert recipe.same_run(same)
