@@ -5,8 +5,21 @@ This file travels with every pushed model: it imports only the standard library 
 
 import difflib
 import inspect
+import math
 
 from transformers import PretrainedConfig
+
+PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
+# Fields of ours that PretrainedConfig's __init__ takes, too: in transformers 4 it would reset them.
+BASE_FIELDS = (
+    "is_encoder_decoder",
+    "is_decoder",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "decoder_start_token_id",
+)
 
 
 class TinyTFMConfig(PretrainedConfig):
@@ -125,25 +138,39 @@ class TinyTFMConfig(PretrainedConfig):
         self.output_bias = output_bias
         self.input_feature_size = input_feature_size
         self.use_cache = use_cache
+        # The base class keeps these, too, but not in all versions.
+        self.tie_word_embeddings = tie_word_embeddings
+        self.pad_token_id = pad_token_id
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.decoder_start_token_id = decoder_start_token_id
+        self.is_encoder_decoder = is_encoder_decoder
         self.is_decoder = is_decoder
+        self.problem_type = kwargs.get("problem_type")
+        self.check()
         if num_labels is not None:
+            if not is_integer(num_labels) or num_labels < 1:
+                raise ValueError(f"num_labels={num_labels!r} is not an integer >= 1")
             kwargs["num_labels"] = num_labels
         # A repository's own code always stands beside its weights, so a saved reference to some
         # other repository ("user/repo--modeling_tinytfm.X") is replaced. The head's own entry alone
         # is what transformers would write; AutoModel of the same repository needs one, too.
         kwargs["auto_map"] = auto_map(is_encoder_decoder, is_decoder)
-        # Fields of the base class in transformers 4, extra ones in 5.
-        kwargs |= {
-            "is_encoder_decoder": is_encoder_decoder,
-            "is_decoder": is_decoder,
-            "tie_word_embeddings": tie_word_embeddings,
-            "pad_token_id": pad_token_id,
-            "bos_token_id": bos_token_id,
-            "eos_token_id": eos_token_id,
-            "decoder_start_token_id": decoder_start_token_id,
-        }
+        for name in BASE_FIELDS:
+            kwargs[name] = getattr(self, name)
         super().__init__(**kwargs)
-        self.check()
+        self.check()  # with what came under another name, such as hidden_size
+
+    def to_diff_dict(self) -> dict:
+        """The fields that a saved config holds: all of this class.
+
+        transformers leaves out those that equal its own defaults, which are not ours.
+        """
+        saved = super().to_diff_dict()
+        for name in FIELDS:
+            if name in self.__dict__:
+                saved[name] = getattr(self, name)
+        return saved
 
     # transformers sizes a decoder's cache by these two; an attribute_map could name one stack only.
     @property
@@ -210,9 +237,9 @@ class TinyTFMConfig(PretrainedConfig):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name}={value!r} is not a probability between 0 and 1")
-        if not is_number(self.layer_norm_eps) or self.layer_norm_eps < 0:
+        if not is_number(self.layer_norm_eps) or not 0 <= self.layer_norm_eps < math.inf:
             raise ValueError(f"layer_norm_eps={self.layer_norm_eps!r} is not a number >= 0")
-        if self.activation_function not in ACT2FN:
+        if not isinstance(self.activation_function, str) or self.activation_function not in ACT2FN:
             raise ValueError(
                 f"activation_function={self.activation_function!r} is unknown: "
                 f"choose one of {', '.join(sorted(ACT2FN))}"
@@ -242,7 +269,8 @@ class TinyTFMConfig(PretrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             value = getattr(self, name)
-            for token_id in value if isinstance(value, list | tuple) else [value]:
+            several = name == "eos_token_id" and isinstance(value, list | tuple)
+            for token_id in value if several else [value]:
                 if token_id is not None and not (
                     is_integer(token_id) and 0 <= token_id < self.vocab_size
                 ):
@@ -250,6 +278,12 @@ class TinyTFMConfig(PretrainedConfig):
                         f"{name}={value!r} is not a token id between 0 and {self.vocab_size - 1} "
                         f"(vocab_size={self.vocab_size})"
                     )
+
+        if self.problem_type not in PROBLEM_TYPES:
+            raise ValueError(
+                f"problem_type={self.problem_type!r} is unknown: choose one of "
+                f"{', '.join(map(repr, PROBLEM_TYPES))}"
+            )
 
     def _check_integer(self, name: str, at_least: int) -> int:
         value = getattr(self, name)
@@ -284,10 +318,12 @@ def auto_map(is_encoder_decoder: bool, is_decoder: bool) -> dict[str, str]:
     }
 
 
+FIELDS = tuple(inspect.signature(TinyTFMConfig.__init__).parameters)[1:-1]
+
+
 def refuse_misspelt(names: dict[str, object]) -> None:
     """Raises ValueError for a keyword that is no field but looks like one (`d_modle`, `droput`)."""
-    fields = set(inspect.signature(TinyTFMConfig.__init__).parameters) - {"self", "kwargs"}
     for name in names:
-        nearest = difflib.get_close_matches(name, sorted(fields), n=1, cutoff=0.85)
+        nearest = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
         if nearest and not hasattr(TinyTFMConfig, name):
             raise ValueError(f"TinyTFMConfig has no field {name!r}; did you mean {nearest[0]!r}?")

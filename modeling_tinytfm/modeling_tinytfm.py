@@ -10,6 +10,7 @@ F width of continuous inputs, V vocabulary.
 A mask is True (1) where a query may look.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,8 +66,10 @@ def eager_attention(
     """
     if scaling is None:
         scaling = query_BHQE.shape[-1] ** -0.5
-    # Scaling the query first and the float32 softmax keep half precision finite.
-    scores_BHQK = ((query_BHQE * scaling) @ key_BHKE.transpose(-1, -2)).float()
+    # In float32, as dot products can exceed what half precision holds.
+    scores_BHQK = (query_BHQE.float() * scaling) @ key_BHKE.float().transpose(-1, -2)
+    if is_causal and mask is not None:
+        raise ValueError("give either mask or is_causal, not both")
     if is_causal:
         mask = causal_mask(scores_BHQK.shape[-2], scores_BHQK.shape[-1], device=scores_BHQK.device)
     if mask is None:
@@ -90,6 +93,8 @@ def sdpa_attention(
     scaling: float | None = None,
 ) -> tuple[Tensor, None]:
     """Eq. 1 by torch's fused kernels, which never keep the weights: see `eager_attention`."""
+    if is_causal and mask is not None:
+        raise ValueError("give either mask or is_causal, not both")
     context_BHQE = F.scaled_dot_product_attention(
         query_BHQE,
         key_BHKE,
@@ -207,11 +212,12 @@ def padding_mask(
         name: What the caller calls it.
         mask: The mask, or None.
         shape: (B, L) of the sequence it belongs to.
-        shortcut: Whether None may stand for a mask that hides nothing: kernels are faster without,
-            but finding out means to look at the values.
+        shortcut: Whether to look at the values: None stands for a mask that hides nothing, as
+            kernels are faster without.
 
     Raises:
-        ValueError: If the mask has another shape.
+        ValueError: If the mask has another shape, or, as far as its values are looked at, if it is
+            not of zeros and ones, like the additive masks that some libraries use.
     """
     if mask is None:
         return None
@@ -220,10 +226,14 @@ def padding_mask(
             f"{name} has shape {tuple(mask.shape)}, but the sequence it belongs to has "
             f"{tuple(shape)} (batch, length)"
         )
+    if not shortcut or torch.compiler.is_compiling():
+        return mask.bool()
+    if mask.dtype != torch.bool and mask.device.type == "cpu":
+        wrong = mask[(mask != 0) & (mask != 1)]
+        if wrong.numel():
+            raise ValueError(f"{name} holds {wrong[0].item()}: 1 means attend, 0 means hide")
     mask = mask.bool()
-    if shortcut and not torch.compiler.is_compiling() and mask.all():
-        return None
-    return mask
+    return None if mask.all() else mask
 
 
 # Section 3.3: position-wise feed-forward networks
@@ -257,19 +267,36 @@ def token_embedding(config: TinyTFMConfig) -> nn.Embedding:
     return nn.Embedding(config.vocab_size, config.d_model, padding_idx=config.pad_token_id)
 
 
-def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError if `ids` are no token ids: wrong type or outside 0..vocab_size-1.
+def check_ids(name: str, ids: Tensor, size: int, bound: str = "vocab_size") -> None:
+    """Raises ValueError unless `ids` are integers [B, L] from 0 to size - 1.
 
-    Only on the CPU: elsewhere looking at the values would wait for the device.
+    Their values are looked at only on the CPU: elsewhere this would wait for the device.
     """
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name} must be integers (torch.long), not {ids.dtype}")
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} must be integers [batch, length], not {ids.dtype} of shape {tuple(ids.shape)}"
+        )
     if ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return
-    lowest, highest = (int(bound) for bound in ids.aminmax())
-    if lowest < 0 or highest >= vocab_size:
+    lowest, highest = (int(value) for value in ids.aminmax())
+    if lowest < 0 or highest >= size:
         value = lowest if lowest < 0 else highest
-        raise ValueError(f"{name} holds {value}, outside the vocabulary (vocab_size={vocab_size})")
+        raise ValueError(
+            f"{name} holds {value}, which is not from 0 to {size - 1} ({bound}={size})"
+        )
+
+
+def check_labels(labels: Tensor, size: int, bound: str = "vocab_size") -> None:
+    """Raises ValueError unless `labels` are ids, or -100."""
+    check_ids("labels", labels.masked_fill(labels == -100, 0), size, bound)
+
+
+def of_width(name: str, x: Any, width: int, bound: str) -> Tensor:
+    """Returns `x`; raises ValueError unless it is [B, L, width]."""
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be [batch, length, {width}] ({bound}={width}), not {shape}")
+    return x
 
 
 def exactly_one(**inputs: Tensor | None) -> None:
@@ -450,6 +477,7 @@ def given(value, default):
 class TinyTFMStack(nn.Module):
     """What encoder and decoder have in common: positions, layers, an optional final norm."""
 
+    embed_tokens: nn.Embedding
     _gradient_checkpointing_func: Callable  # set by transformers
 
     def __init__(self, config: TinyTFMConfig, layers: Sequence[nn.Module]):
@@ -464,6 +492,25 @@ class TinyTFMStack(nn.Module):
         if config.norm_first or config.add_final_layer_norm:
             self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
+
+    def embed(
+        self, prefix: str, input_ids: Tensor | None, inputs_embeds: Tensor | None, look: bool = True
+    ) -> Tensor:
+        """Token embeddings [B, L, D], scaled by sqrt(d_model) (section 3.4).
+
+        Args:
+            prefix: What stands before the names of the arguments in the caller's words.
+            input_ids: Token ids [B, L]; or
+            inputs_embeds: their embeddings, not yet scaled.
+            look: Whether to check the ids.
+        """
+        exactly_one(**{f"{prefix}input_ids": input_ids, f"{prefix}inputs_embeds": inputs_embeds})
+        if input_ids is not None:
+            if look:
+                check_ids(f"{prefix}input_ids", input_ids, self.embed_tokens.num_embeddings)
+            inputs_embeds = self.embed_tokens(input_ids)
+        name, width = f"{prefix}inputs_embeds", self.config.d_model
+        return of_width(name, inputs_embeds, width, "d_model") * self.embed_scale
 
     def run_layers(self, x_BLD: Tensor, *args) -> tuple[Tensor, tuple, list[tuple]]:
         """Runs the layers and the final norm.
@@ -497,26 +544,14 @@ class TinyTFMEncoder(TinyTFMStack):
         else:
             self.feature_projection = nn.Linear(config.input_feature_size, config.d_model)
 
-    def embed(
-        self, input_ids: Tensor | None, inputs_embeds: Any, input_features: Tensor | None
-    ) -> Tensor:
-        """Token embeddings [B, L, D], scaled; or projected features, which are not."""
-        feature_size = self.config.input_feature_size
-        if feature_size is None:
-            refuse("a model without input_feature_size", input_features=input_features)
-            exactly_one(input_ids=input_ids, inputs_embeds=inputs_embeds)
-            if input_ids is None:
-                return inputs_embeds * self.embed_scale
-            check_token_ids("input_ids", input_ids, self.embed_tokens.num_embeddings)
-            return self.embed_tokens(input_ids) * self.embed_scale
-        refuse(f"a model with input_feature_size={feature_size}", input_ids=input_ids)
+    def embed_features(self, input_features: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Continuous inputs, projected to [B, L, D] and not scaled; or what stands for that."""
         exactly_one(input_features=input_features, inputs_embeds=inputs_embeds)
-        if input_features is None:
-            return inputs_embeds
-        if input_features.shape[-1] != feature_size:
-            shape = tuple(input_features.shape)
-            raise ValueError(f"input_features of shape {shape}: input_feature_size={feature_size}")
-        return self.feature_projection(input_features)
+        if input_features is not None:
+            size = self.feature_projection.in_features
+            features_BLF = of_width("input_features", input_features, size, "input_feature_size")
+            inputs_embeds = self.feature_projection(features_BLF)
+        return of_width("inputs_embeds", inputs_embeds, self.config.d_model, "d_model")
 
     @can_return_tuple
     def forward(
@@ -529,7 +564,13 @@ class TinyTFMEncoder(TinyTFMStack):
         output_hidden_states: bool = False,
     ) -> BaseModelOutput:
         """Encodes a batch of sources: see `TinyTFMModel.forward`."""
-        x_BLD = self.embed(input_ids, inputs_embeds, input_features)
+        feature_size = self.config.input_feature_size
+        if feature_size is None:
+            refuse("a model without input_feature_size", input_features=input_features)
+            x_BLD = self.embed("", input_ids, inputs_embeds)
+        else:
+            refuse(f"a model with input_feature_size={feature_size}", input_ids=input_ids)
+            x_BLD = self.embed_features(input_features, inputs_embeds)
         length = x_BLD.shape[1]
         padding_BL = padding_mask("attention_mask", attention_mask, x_BLD.shape[:2])
         positions = torch.arange(length, device=x_BLD.device)
@@ -576,30 +617,28 @@ class TinyTFMDecoder(TinyTFMStack):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         cache: Cache | None = None,
-        inputs_embeds: Any = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decodes a batch of targets: see `TinyTFMModel.forward`."""
-        ids_name = f"{self.argument_prefix}input_ids"
-        exactly_one(**{ids_name: input_ids, f"{self.argument_prefix}inputs_embeds": inputs_embeds})
-        if input_ids is not None:
-            if cache is None or input_ids.shape[1] > 1:  # generate() itself chose the others
-                check_token_ids(ids_name, input_ids, self.embed_tokens.num_embeddings)
-            inputs_embeds = self.embed_tokens(input_ids)
-        x_BLD = inputs_embeds * self.embed_scale
-
+        # What generate() chose itself is not looked at again.
+        look = cache is None or input_ids is None or input_ids.shape[1] > 1
+        x_BLD = self.embed(self.argument_prefix, input_ids, inputs_embeds, look)
         cache = self.prepare_cache(cache, use_cache)
         mask, is_causal, positions, limit = self.look_back(attention_mask, x_BLD, cache)
         memory_mask = None
-        if encoder_hidden_states is not None:
-            memory_mask = self.look_at(encoder_hidden_states, encoder_attention_mask, x_BLD, cache)
+        if self.config.is_encoder_decoder:
+            memory_BKD = of_width(
+                "encoder_outputs", encoder_hidden_states, self.config.d_model, "d_model"
+            )
+            memory_mask = self.look_at(memory_BKD, encoder_attention_mask, x_BLD, cache)
         x_BLD = self.dropout(x_BLD + self.embed_positions(positions, limit).to(x_BLD.dtype))
         x_BLD, hidden_states, (weights, memory_weights) = self.run_layers(
             x_BLD, encoder_hidden_states, mask, is_causal, memory_mask, cache, output_attentions
         )
-        crossed = output_attentions and encoder_hidden_states is not None
+        crossed = output_attentions and self.config.is_encoder_decoder
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=x_BLD,
             hidden_states=hidden_states if output_hidden_states else None,
@@ -690,6 +729,10 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # every call reads it from the config
 
     def __init__(self, config: TinyTFMConfig):
         config.check()
@@ -894,7 +937,7 @@ class TinyTFMModel(TinyTFMPreTrainedModel):
                 input_ids, attention_mask, inputs_embeds, input_features, **wanted
             )
         elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs)
+            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
         if not config.is_encoder_decoder:
             return encoder_outputs
 
@@ -928,12 +971,14 @@ def shift_right(labels_BT: Tensor, config: TinyTFMConfig) -> Tensor:
     Raises:
         ValueError: If the config does not say which tokens these are.
     """
-    for name in ("decoder_start_token_id", "pad_token_id"):
-        if getattr(config, name) is None:
+    start: Any = config.decoder_start_token_id
+    padding: Any = config.pad_token_id
+    for name, value in (("decoder_start_token_id", start), ("pad_token_id", padding)):
+        if value is None:
             raise ValueError(f"{name} is None in the config: labels cannot be shifted right")
-    start_B1 = labels_BT.new_full((len(labels_BT), 1), config.decoder_start_token_id)
+    start_B1 = labels_BT.new_full((len(labels_BT), 1), start)
     shifted_BT = torch.cat((start_B1, labels_BT[:, :-1]), dim=1)
-    return shifted_BT.masked_fill(shifted_BT == -100, config.pad_token_id)
+    return shifted_BT.masked_fill(shifted_BT == -100, padding)
 
 
 def mean_loss(total: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
@@ -952,15 +997,14 @@ def token_loss(
     """Mean cross-entropy in nats of raw logits against labels; -100 is ignored.
 
     Raises:
-        ValueError: If the labels are no token ids or belong to another length.
+        ValueError: If the labels belong to another length.
     """
     if labels_BT.shape != logits_BTV.shape[:2]:
         raise ValueError(
             f"labels have shape {tuple(labels_BT.shape)}, but there are logits for "
             f"{tuple(logits_BTV.shape[:2])} (batch, length)"
         )
-    check_token_ids("labels", labels_BT.masked_fill(labels_BT == -100, 0), logits_BTV.shape[-1])
-    logits, labels = logits_BTV.flatten(0, 1).float(), labels_BT.flatten()
+    logits, labels = logits_BTV.flatten(0, 1).float(), labels_BT.flatten().long()
     total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return mean_loss(total, labels, num_items_in_batch)
 
@@ -990,32 +1034,53 @@ class TinyTFMGenerationMixin(GenerationMixin):
         `kwargs` are generate()'s bookkeeping and what the encoder has read: not needed here.
         """
         cache = given(cache, past_key_values)
+        past_length = 0 if cache is None else int(cache.get_seq_length())
         inputs = {
             CACHE: cache,
             "use_cache": use_cache,
             "output_attentions": output_attentions,
             "output_hidden_states": output_hidden_states,
         }
-        past_length = 0 if cache is None else int(cache.get_seq_length())
         if self.config.is_encoder_decoder:
-            ids_name, mask_name, mask = "decoder_input_ids", "decoder_attention_mask", None
+            ids_name, mask_name, mask = (
+                "decoder_input_ids",
+                "decoder_attention_mask",
+                decoder_attention_mask,
+            )
             inputs |= {"encoder_outputs": encoder_outputs, "attention_mask": attention_mask}
-            mask = decoder_attention_mask
+            inputs_embeds = None  # those were the encoder's
         else:
             ids_name, mask_name, mask = "input_ids", "attention_mask", attention_mask
+        total_length = input_ids.shape[1]
+        if inputs_embeds is not None:  # a prompt of embeddings, which input_ids do not hold
+            total_length += inputs_embeds.shape[1]
+        if mask is not None:  # input_ids may be the new ones only
+            total_length = mask.shape[1]
+            padded = mask.bool().any(dim=1) & ~mask[:, -1].bool()
+            if past_length == 0 and padded.any():
+                raise ValueError(f"{mask_name}: pad prompts on the left, not on the right")
         if (room := static_cache_length(cache)) is not None:
             mask = pad_to_room(mask, room)  # of one width, so that forward is compiled once
         inputs[mask_name] = mask
 
-        if inputs_embeds is not None and not self.config.is_encoder_decoder:
-            # A prompt of embeddings, which is not part of input_ids.
-            prompt_length = inputs_embeds.shape[1]
-            if past_length < prompt_length:
-                embeds = torch.cat((inputs_embeds, self.get_input_embeddings()(input_ids)), dim=1)
-                return {**inputs, "inputs_embeds": embeds[:, past_length:]}
-            past_length -= prompt_length
-        ids = input_ids[:, past_length:].clone(memory_format=torch.contiguous_format)
+        new_length = total_length - past_length
+        if inputs_embeds is not None and new_length > input_ids.shape[1]:
+            embeds = torch.cat((inputs_embeds, self.get_input_embeddings()(input_ids)), dim=1)
+            return {**inputs, "inputs_embeds": embeds[:, -new_length:]}
+        ids = input_ids[:, -new_length:].clone(memory_format=torch.contiguous_format)
         return {**inputs, ids_name: ids}
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        # Without dropout, also if somebody forgot eval().
+        model: Any = self
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            for module in training:
+                module.training = True
 
 
 class TinyTFMForConditionalGeneration(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
@@ -1068,6 +1133,7 @@ class TinyTFMForConditionalGeneration(TinyTFMPreTrainedModel, TinyTFMGenerationM
             Logits [B, T, V] and, with labels, the mean loss in nats.
         """
         if labels is not None:
+            check_labels(labels, self.config.vocab_size)
             inputs["use_cache"] = inputs.get("use_cache") or False
             if decoder_input_ids is None and inputs.get("decoder_inputs_embeds") is None:
                 decoder_input_ids = shift_right(labels, self.config)
@@ -1148,7 +1214,9 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         elif problem is None and not labels.is_floating_point():
             problem = "single_label_classification"
         if problem == "single_label_classification":
-            return token_loss(logits_BC[:, None], labels.view(-1, 1), num_items_in_batch)
+            classes_B1 = labels.reshape(-1, 1)
+            check_labels(classes_B1, logits_BC.shape[-1], "num_labels")
+            return token_loss(logits_BC[:, None], classes_B1, num_items_in_batch)
         if labels.numel() != logits_BC.numel():
             raise ValueError(
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape "
@@ -1157,7 +1225,8 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         labels = labels.view_as(logits_BC).to(logits_BC.dtype)
         regression = problem == "regression"
         criterion = F.mse_loss if regression else F.binary_cross_entropy_with_logits
-        return mean_loss(criterion(logits_BC, labels, reduction="sum"), labels, num_items_in_batch)
+        total = criterion(logits_BC, labels, reduction="sum")
+        return total / given(num_items_in_batch, labels.numel())
 
 
 class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
@@ -1199,6 +1268,7 @@ class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
             Logits [B, L, V] and, with labels, the mean loss in nats.
         """
         if labels is not None:
+            check_labels(labels, self.config.vocab_size)
             inputs["use_cache"] = inputs.get("use_cache") or False
         outputs = self.model(input_ids, attention_mask, return_dict=True, **inputs)
         logits_BLV = self.lm_head(outputs.last_hidden_state)

@@ -1,0 +1,46 @@
+"""Score a trained model on a split of its recipe, or on a file of pairs."""
+
+import argparse
+import json
+import sys
+
+from modeling_tinytfm.experiment import describe_scores, score_model, use_threads
+
+
+def main() -> int:
+    """Parses the command line and scores; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a folder that train.py made")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--split", choices=("validation", "test"), default="test", help="default: test"
+    )
+    where.add_argument("--file", help="pairs as .tsv, .csv or .jsonl, plain or .gz")
+    parser.add_argument("--metrics", nargs="+", help="default: the recipe's")
+    parser.add_argument("--num-beams", type=int, help="width of the search (default: the model's)")
+    parser.add_argument("--json", help="also write the scores into this file")
+    options = parser.parse_args()
+    use_threads(None)
+    try:
+        scores = score_model(
+            options.model,
+            split=options.split,
+            file=options.file,
+            metrics=options.metrics,
+            num_beams=options.num_beams,
+        )
+        if options.json is not None:
+            with open(options.json, "w", encoding="utf-8") as stream:
+                json.dump(scores, stream, indent=2)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"evaluate_model.py: {error}", file=sys.stderr)
+        return 2
+    print(describe_scores(scores, "file" if options.file is not None else options.split))
+    for name, value in scores.items():
+        if name.endswith("_signature"):
+            print(f"{name}: {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
