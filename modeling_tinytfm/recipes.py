@@ -138,7 +138,9 @@ class DataSettings:
     validation_target_file: str | None = _setting(None, "their target lines", is_path=True)
     test_source_file: str | None = _setting(None, "source lines to test on", is_path=True)
     test_target_file: str | None = _setting(None, "their target lines", is_path=True)
-    dataset_name: str | None = _setting(None, "a dataset of the Hub, or its local folder")
+    dataset_name: str | None = _setting(
+        None, "a dataset of the Hub, or its local folder", is_path=True
+    )
     dataset_config_name: str | None = _setting(None, "that dataset's configuration")
     source_column: str = _setting("source", "column of the source text")
     target_column: str = _setting("target", "column of the target text")
