@@ -176,7 +176,9 @@ class TinyTFMAttention(nn.Module):
             elif cache is not None:
                 key_BHKE, value_BHKE = cache.update(key_BHKE, value_BHKE, self.layer_idx)
 
-        attend = ATTENTION["eager" if output_attentions else self.config._attn_implementation]
+        # A layer on its own has no model that would have chosen.
+        implementation = given(self.config._attn_implementation, "sdpa")
+        attend = ATTENTION["eager" if output_attentions else implementation]
         context_BHQE, weights_BHQK = attend(
             query_BHQE,
             key_BHKE,
@@ -690,7 +692,7 @@ class TinyTFMDecoder(TinyTFMStack):
             shortcut=length > 1,
         )
         if padding_BK is None and room is None and length in (1, key_length):
-            return None, length > 1, positions, key_length
+            return None, bool(length > 1), positions, key_length
         mask_LK = causal_mask(length, key_length, past_length, x_BLD.device)
         if padding_BK is None:
             return mask_LK[None, None], False, positions, key_length
@@ -1208,7 +1210,7 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         self, logits_BC: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None
     ) -> Tensor:
         """The mean loss of the problem that config and labels tell."""
-        problem, num_labels = self.config.problem_type, self.config.num_labels
+        problem, num_labels = self.config.problem_type, logits_BC.shape[-1]
         if problem is None and num_labels == 1:
             problem = "regression"
         elif problem is None and not labels.is_floating_point():
@@ -1217,7 +1219,9 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
             classes_B1 = labels.reshape(-1, 1)
             check_labels(classes_B1, logits_BC.shape[-1], "num_labels")
             return token_loss(logits_BC[:, None], classes_B1, num_items_in_batch)
-        if labels.numel() != logits_BC.numel():
+        if labels.shape != logits_BC.shape and (
+            num_labels > 1 or labels.shape != logits_BC.shape[:1]
+        ):
             raise ValueError(
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape "
                 f"{tuple(logits_BC.shape)} (problem_type={problem!r})"

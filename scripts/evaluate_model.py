@@ -2,7 +2,12 @@
 
 import argparse
 import json
+import os
 import sys
+
+# Threads that spin while they wait take the cores from whatever else runs on this machine, and a
+# busy machine then trains 20 times slower. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from modeling_tinytfm.experiment import describe_scores, score_model, use_threads
 

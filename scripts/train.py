@@ -1,8 +1,13 @@
 """Train, measure and save a model from a recipe: see --help."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
+
+# Threads that spin while they wait take the cores from whatever else runs on this machine, and a
+# busy machine then trains 20 times slower. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from modeling_tinytfm.recipes import describe_keys, load_recipe
 

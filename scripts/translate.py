@@ -1,11 +1,16 @@
 """Translate lines with a trained model: lines in, lines out, in the same order."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, TextIO
+
+# Threads that spin while they wait take the cores from whatever else runs on this machine, and a
+# busy machine then trains 20 times slower. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from modeling_tinytfm.experiment import load_model, use_threads
 from modeling_tinytfm.translation import BATCH_TOKENS, translate_n_best
