@@ -16,6 +16,7 @@ from .modeling_tinytfm import (
     TinyTFMModel,
     TinyTFMPreTrainedModel,
 )
+from .translation import translate
 
 __all__ = [
     "TinyTFMConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "TinyTFMForSequenceClassification",
     "TinyTFMModel",
     "TinyTFMPreTrainedModel",
+    "translate",
 ]
 
 AutoConfig.register("tinytfm", TinyTFMConfig, exist_ok=True)

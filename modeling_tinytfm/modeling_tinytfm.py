@@ -10,6 +10,7 @@ F width of continuous inputs, V vocabulary.
 A mask is True (1) where a query may look.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -832,7 +833,17 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
             new_num_tokens: New number of tokens; None keeps it.
             pad_to_multiple_of: Rounds the number up to a multiple of this.
             mean_resizing: Draws new rows around the mean of the old ones.
+
+        Raises:
+            ValueError: If a special token would lie outside the vocabulary.
         """
+        if new_num_tokens is not None or pad_to_multiple_of is not None:
+            multiple = pad_to_multiple_of or 1
+            changed = copy.deepcopy(self.config)
+            changed.vocab_size = (
+                -(-given(new_num_tokens, changed.vocab_size) // multiple) * multiple
+            )
+            changed.check()
         resized = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = len(resized.weight)
         for stack in self.base_model.children():
