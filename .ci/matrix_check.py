@@ -82,6 +82,8 @@ def load(auto_class, folder, surplus_allowed=False):
 
 
 def main(folder):
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     if importlib.util.find_spec("modeling_tinytfm"):
         raise AssertionError("the project can be imported: this would not test the folder's code")
     with safe_open(f"{folder}/expected.safetensors", framework="pt") as file:
