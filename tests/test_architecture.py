@@ -167,7 +167,7 @@ def test_the_library_does_not_print(path):
 def test_readme_maps_every_module_and_script():
     """Its table of files has a row for each module and for each folder, which names its scripts."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\|\s*`([^`|]*/[^`|]*)`\s*\|\s*(.+?)\s*\|$", readme, re.MULTILINE))
+    rows = dict(re.findall(r"^\|\s*`([^`|\s]*/[^`|\s]*)`\s*\|\s*(.+?)\s*\|$", readme, re.MULTILINE))
     modules = {shown(path) for path in MODULES if path.name != "__init__.py"}
     assert modules - rows.keys() == set()
     assert {script.name for script in SCRIPTS} == set(re.findall(r"\w+\.py", rows["scripts/"]))
