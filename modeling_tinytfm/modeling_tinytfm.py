@@ -270,52 +270,6 @@ def token_embedding(config: TinyTFMConfig) -> nn.Embedding:
     return nn.Embedding(config.vocab_size, config.d_model, padding_idx=config.pad_token_id)
 
 
-def check_ids(name: str, ids: Tensor, size: int, bound: str = "vocab_size") -> None:
-    """Raises ValueError unless `ids` are integers [B, L] from 0 to size - 1.
-
-    Their values are looked at only on the CPU: elsewhere this would wait for the device.
-    """
-    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"{name} must be integers [batch, length], not {ids.dtype} of shape {tuple(ids.shape)}"
-        )
-    if ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
-        return
-    lowest, highest = (int(value) for value in ids.aminmax())
-    if lowest < 0 or highest >= size:
-        value = lowest if lowest < 0 else highest
-        raise ValueError(
-            f"{name} holds {value}, which is not from 0 to {size - 1} ({bound}={size})"
-        )
-
-
-def check_labels(labels: Tensor, size: int, bound: str = "vocab_size") -> None:
-    """Raises ValueError unless `labels` are ids, or -100."""
-    check_ids("labels", labels.masked_fill(labels == -100, 0), size, bound)
-
-
-def of_width(name: str, x: Any, width: int, bound: str) -> Tensor:
-    """Returns `x`; raises ValueError unless it is [B, L, width]."""
-    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
-        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be [batch, length, {width}] ({bound}={width}), not {shape}")
-    return x
-
-
-def exactly_one(**inputs: Tensor | None) -> None:
-    """Raises ValueError unless exactly one of the named inputs is given."""
-    given = [name for name, value in inputs.items() if value is not None]
-    if len(given) != 1:
-        raise ValueError(f"give exactly one of {' and '.join(inputs)}, not {given or 'neither'}")
-
-
-def refuse(where: str, **arguments) -> None:
-    """Raises ValueError for the first argument that is not None."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} has no use in {where}")
-
-
 # Section 3.5: positions
 
 
@@ -472,11 +426,6 @@ class TinyTFMDecoderLayer(TinyTFMLayer):
         return x_BLD, weights, memory_weights
 
 
-def given(value, default):
-    """`value`, or `default` where it is None."""
-    return default if value is None else value
-
-
 class TinyTFMStack(nn.Module):
     """What encoder and decoder have in common: positions, layers, an optional final norm."""
 
@@ -591,18 +540,6 @@ class TinyTFMEncoder(TinyTFMStack):
         )
 
 
-def static_cache_length(cache: Cache | None) -> int | None:
-    """How many tokens a static cache has room for; None if the cache grows, or is none."""
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    layers = getattr(cache, "layers", None)
-    return getattr(layers[0], "max_cache_len", None) if layers else None
-
-
-def pad_to_room(mask: Tensor | None, room: int) -> Tensor | None:
-    """A mask [B, L], extended to all the tokens that a static cache has room for."""
-    return mask if mask is None else F.pad(mask, (0, room - mask.shape[1]), value=1)
-
-
 class TinyTFMDecoder(TinyTFMStack):
     """Target tokens so far, and the encoder's output where there is one, to hidden states."""
 
@@ -713,6 +650,72 @@ class TinyTFMDecoder(TinyTFMStack):
             "attention_mask", mask, memory_BKD.shape[:2], shortcut=not generating
         )
         return None if mask_BK is None else mask_BK[:, None, None, :]
+
+
+# What callers pass
+
+
+def given(value, default):
+    """`value`, or `default` where it is None."""
+    return default if value is None else value
+
+
+def check_ids(name: str, ids: Tensor, size: int, bound: str = "vocab_size") -> None:
+    """Raises ValueError unless `ids` are integers [B, L] from 0 to size - 1.
+
+    Their values are looked at only on the CPU: elsewhere this would wait for the device.
+    """
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} must be integers [batch, length], not {ids.dtype} of shape {tuple(ids.shape)}"
+        )
+    if ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+        return
+    lowest, highest = (int(value) for value in ids.aminmax())
+    if lowest < 0 or highest >= size:
+        value = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"{name} holds {value}, which is not from 0 to {size - 1} ({bound}={size})"
+        )
+
+
+def check_labels(labels: Tensor, size: int, bound: str = "vocab_size") -> None:
+    """Raises ValueError unless `labels` are ids, or -100."""
+    check_ids("labels", labels.masked_fill(labels == -100, 0), size, bound)
+
+
+def of_width(name: str, x: Any, width: int, bound: str) -> Tensor:
+    """Returns `x`; raises ValueError unless it is [B, L, width]."""
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != width:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be [batch, length, {width}] ({bound}={width}), not {shape}")
+    return x
+
+
+def exactly_one(**inputs: Tensor | None) -> None:
+    """Raises ValueError unless exactly one of the named inputs is given."""
+    given = [name for name, value in inputs.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"give exactly one of {' and '.join(inputs)}, not {given or 'neither'}")
+
+
+def refuse(where: str, **arguments) -> None:
+    """Raises ValueError for the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} has no use in {where}")
+
+
+def static_cache_length(cache: Cache | None) -> int | None:
+    """How many tokens a static cache has room for; None if the cache grows, or is none."""
+    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layers = getattr(cache, "layers", None)
+    return getattr(layers[0], "max_cache_len", None) if layers else None
+
+
+def pad_to_room(mask: Tensor | None, room: int) -> Tensor | None:
+    """A mask [B, L], extended to all the tokens that a static cache has room for."""
+    return mask if mask is None else F.pad(mask, (0, room - mask.shape[1]), value=1)
 
 
 # The model, and its three heads
