@@ -1136,14 +1136,9 @@ class TinyTFMForConditionalGeneration(TinyTFMPreTrainedModel, TinyTFMGenerationM
         """Scores every next target token; arguments not named here are `TinyTFMModel.forward`'s.
 
         Args:
-            input_ids: See there.
-            attention_mask: See there.
-            decoder_input_ids: See there; made from `labels` where nothing is given.
-            decoder_attention_mask: See there.
+            decoder_input_ids: Made from `labels` where nothing is given.
             labels: Target token ids [B, T], end token included, not shifted; -100 is ignored.
-            input_features: See there.
             num_items_in_batch: What the summed loss is divided by: see `mean_loss`.
-            **inputs: Passed on to `TinyTFMModel.forward`.
 
         Returns:
             Logits [B, T, V] and, with labels, the mean loss in nats.
@@ -1192,14 +1187,10 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         """Scores every class; arguments not named here are `TinyTFMModel.forward`'s.
 
         Args:
-            input_ids: See there.
-            attention_mask: See there.
             labels: Classes [B]; or, by `config.problem_type`, numbers [B] or [B, num_labels]
                 ("regression") or zeros and ones [B, num_labels] ("multi_label_classification").
                 Without a problem type, one label is a regression, and integers are classes.
-            input_features: See there.
             num_items_in_batch: What the summed loss is divided by: see `mean_loss`.
-            **inputs: Passed on to `TinyTFMModel.forward`.
 
         Returns:
             Logits [B, num_labels] and, with labels, the mean loss.
@@ -1280,7 +1271,6 @@ class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
             labels: The tokens themselves [B, L]: logits at t are scored against the label at t + 1;
                 -100 is ignored.
             num_items_in_batch: What the summed loss is divided by: see `mean_loss`.
-            **inputs: Passed on to `TinyTFMModel.forward`.
 
         Returns:
             Logits [B, L, V] and, with labels, the mean loss in nats.
