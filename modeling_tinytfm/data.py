@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow.compute as pc
@@ -47,6 +47,7 @@ BATCHES_PER_BUCKET = 4  # fewer leave less padding, more leave more chance to an
 
 PairFile = str | os.PathLike[str]
 PairFiles = PairFile | tuple[PairFile, PairFile]
+PairSource: TypeAlias = PairFiles | Dataset
 
 _TEXTS = Features({"source": Value("string"), "target": Value("string")})
 _FILE_ROWS = Features(
@@ -252,6 +253,21 @@ def _parallel_records(source_path: str, target_path: str) -> Iterator[list[str]]
         )
 
 
+def _dataset_records(dataset: Dataset, columns: Sequence[str], name: str) -> Iterator[list[str]]:
+    batches = dataset.with_format(None).select_columns(list(dict.fromkeys(columns)))
+    rows = chain.from_iterable(
+        zip(*(batch[column] for column in columns), strict=True)
+        for batch in batches.iter(batch_size=1_000)
+    )
+    for number, row in enumerate(rows, start=1):
+        source, target, *group = ("" if value is None else value for value in row)
+        for column, value in zip(columns[:2], (source, target), strict=True):
+            if not isinstance(value, str):
+                kind = type(value).__name__
+                raise ValueError(f"{name}, row {number}: {column!r} is not text but {kind}")
+        yield [source, target, *(json.dumps(value, default=str) for value in group)]
+
+
 def _records(paths: tuple[str, ...], columns: Sequence[str]) -> Iterator[list[str]]:
     if len(paths) == 2:
         if len(columns) > 2:
@@ -281,9 +297,16 @@ def _key(text: str) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _file_rows(paths: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _file_rows(
+    pairs: tuple[str, ...] | Dataset, columns: tuple[str, ...], name: str
+) -> Iterator[dict[str, Any]]:
+    records = (
+        _dataset_records(pairs, columns, name)
+        if isinstance(pairs, Dataset)
+        else _records(pairs, columns)
+    )
     record: list[str] = []
-    for record in _records(paths, columns):
+    for record in records:
         source, target, *group = (text.replace("\0", "") for text in record)
         source_key = _key(source)
         yield {
@@ -295,7 +318,7 @@ def _file_rows(paths: tuple[str, ...], columns: tuple[str, ...]) -> Iterator[dic
             "empty_side": not source.strip() or not target.strip(),
         }
     if not record:
-        raise ValueError(f"{' and '.join(paths)}: no pairs, the file is empty or a header only")
+        raise ValueError(f"{name}: no pairs, it is empty or a header only")
 
 
 def _content_hash(path: str) -> str:
@@ -310,20 +333,27 @@ def _column(dataset: Dataset, name: str) -> np.ndarray:
     return dataset.with_format("numpy")[name][:]
 
 
-def _read(files: PairFiles, columns: tuple[str, ...], split: str) -> Dataset:
-    paths = tuple(os.fspath(path) for path in (files if isinstance(files, tuple) else (files,)))
-    for path in paths:
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"{path}: no such file, given for the {split} split")
-    fingerprint = _fingerprint(
-        "file", split, columns, [(Path(path).suffixes, _content_hash(path)) for path in paths]
-    )
-    arguments = {"paths": paths, "columns": columns}
+def _read(pairs: PairSource, columns: tuple[str, ...], split: str) -> Dataset:
+    source: tuple[str, ...] | Dataset
+    if isinstance(pairs, Dataset):
+        source, name = pairs, f"the {split} split"
+        missing = [column for column in columns if column not in pairs.column_names]
+        if missing:
+            names = ", ".join(pairs.column_names)
+            raise ValueError(f"{name}: no column {missing[0]!r}; it has {names}")
+        fingerprint = _fingerprint("dataset", split, columns, pairs._fingerprint)
+    else:
+        source = tuple(map(os.fspath, pairs if isinstance(pairs, tuple) else (pairs,)))
+        name = " and ".join(source)
+        for path in source:
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path}: no such file, given for the {split} split")
+        contents = [(Path(path).suffixes, _content_hash(path)) for path in source]
+        fingerprint = _fingerprint("file", split, columns, contents)
+    arguments = {"pairs": source, "columns": columns, "name": name}
     table = _cached_dataset(_file_rows, arguments, _FILE_ROWS, split, fingerprint)
     if _column(table, "empty_side").all():
-        raise ValueError(
-            f"{' and '.join(paths)}: no pairs, each of {len(table):,} has an empty side"
-        )
+        raise ValueError(f"{name}: no pairs, each of {len(table):,} has an empty side")
     return table
 
 
@@ -411,7 +441,7 @@ def _add_references(dataset: Dataset, merge: bool) -> Dataset:
 
 
 def load_pairs(
-    files: Mapping[str, PairFiles],
+    files: Mapping[str, PairSource],
     *,
     source_column: str = SOURCE_COLUMN,
     target_column: str = TARGET_COLUMN,
@@ -424,13 +454,15 @@ def load_pairs(
     A file is TSV (no quoting), CSV (RFC 4180 quoting, with a header), JSONL, or two parallel text
     files; plain or gzipped; UTF-8 with or without a byte order mark, lines ended by \n or \r\n.
     Any other character is text, NUL aside, which is removed and counted. A TSV without a header is
-    read by its columns 1 and 2, unless other column names are asked for.
+    read by its columns 1 and 2, unless other column names are asked for. A data set is read as it
+    is, by its columns.
 
     With a "train" file, a missing "validation" or "test" split is held out of it: 5 % of the pairs,
     at most 2,000, chosen by the hash of the source or group, so that neither stands in two splits.
 
     Args:
-        files: path, or (source path, target path), of "train", "validation" and "test".
+        files: path, or (source path, target path), or data set, of "train", "validation" and
+            "test".
         source_column: name of the column, or JSON key, with the source.
         target_column: the same for the target.
         group_column: column of the training file whose equal values stay in one split.
