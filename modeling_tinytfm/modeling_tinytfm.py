@@ -629,8 +629,10 @@ class TinyTFMDecoder(TinyTFMStack):
             (batch_size, key_length),
             shortcut=length > 1,
         )
-        if padding_BK is None and room is None and length in (1, key_length):
-            return None, bool(length > 1), positions, key_length
+        if padding_BK is None and room is None and length == 1:
+            return None, False, positions, key_length
+        if padding_BK is None and room is None and length == key_length:
+            return None, True, positions, key_length
         mask_LK = causal_mask(length, key_length, past_length, x_BLD.device)
         if padding_BK is None:
             return mask_LK[None, None], False, positions, key_length
@@ -1072,14 +1074,15 @@ class TinyTFMGenerationMixin(GenerationMixin):
             total_length += inputs_embeds.shape[1]
         if mask is not None:  # input_ids may be the new ones only
             total_length = mask.shape[1]
-            padded = mask.bool().any(dim=1) & ~mask[:, -1].bool()
-            if past_length == 0 and padded.any():
+            if past_length == 0 and (mask.bool().any(dim=1) & ~mask[:, -1].bool()).any():
                 raise ValueError(f"{mask_name}: pad prompts on the left, not on the right")
         if (room := static_cache_length(cache)) is not None:
             mask = pad_to_room(mask, room)  # of one width, so that forward is compiled once
         inputs[mask_name] = mask
 
         new_length = total_length - past_length
+        if new_length < 1:
+            raise ValueError(f"the cache holds all {total_length} tokens: crop it by one at least")
         if inputs_embeds is not None and new_length > input_ids.shape[1]:
             embeds = torch.cat((inputs_embeds, self.get_input_embeddings()(input_ids)), dim=1)
             return {**inputs, "inputs_embeds": embeds[:, -new_length:]}
@@ -1231,10 +1234,9 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape "
                 f"{tuple(logits_BC.shape)} (problem_type={problem!r})"
             )
-        labels = labels.view_as(logits_BC).to(logits_BC.dtype)
         regression = problem == "regression"
         criterion = F.mse_loss if regression else F.binary_cross_entropy_with_logits
-        total = criterion(logits_BC, labels, reduction="sum")
+        total = criterion(logits_BC.float(), labels.view_as(logits_BC).float(), reduction="sum")
         return total / given(num_items_in_batch, labels.numel())
 
 
