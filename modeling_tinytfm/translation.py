@@ -5,9 +5,14 @@ longest come first, so that memory that does not suffice shows at once.
 """
 
 import logging
+import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +25,9 @@ logger = logging.getLogger(__name__)
 BATCH_TOKENS = 4096
 # Section 6.1 of the paper: outputs are at most this much longer than the input.
 EXTRA_TOKENS = 50
+_SURROGATE = re.compile("[\ud800-\udfff]")  # of no use outside UTF-16; tokenizers refuse them
+# Arguments of generate() that follow from those of the functions here.
+_OWN_ARGUMENTS = ("num_return_sequences", "return_dict_in_generate", "output_scores")
 
 
 class Hypothesis(NamedTuple):
@@ -58,20 +66,22 @@ def translate(
     Args:
         model: A sequence-to-sequence model.
         tokenizer: Its tokenizer.
-        lines: Source texts. A line without any token gives an empty output.
+        lines: Source texts. NUL characters are left out, as in training; a line without any token,
+            or of white space alone, gives an empty output.
         max_source_length: Longer lines are cut to so many tokens, `</s>` included, with a warning;
             the model's `max_position_embeddings` if None.
         batch_tokens: Source tokens of a batch, padding included. A single longer line is a batch.
         show_progress: Whether to draw a progress bar; only on a terminal if None.
         **generation: Arguments of `model.generate`, such as `num_beams` or `max_new_tokens`. What
-            is not given is taken from the model's `generation_config`; an output may be 50 tokens
-            longer than the input (section 6.1) where neither sets a length.
+            is not given is taken from the model's `generation_config`; where neither sets a length,
+            an output may be 50 tokens longer than the longest line (section 6.1).
 
     Returns:
         One text for each line.
 
     Raises:
-        ValueError: If `lines` is one string, or a setting is unusable.
+        ValueError: If `lines` is one string or holds something else than strings, or a setting is
+            unusable.
     """
     hypotheses = translate_n_best(
         model,
@@ -118,25 +128,24 @@ def translate_n_best(
     Raises:
         ValueError: As in `translate`.
     """
-    if isinstance(lines, str):
-        raise ValueError("lines is one string: pass a list of lines")
-    if n_best < 1:
-        raise ValueError(f"n_best={n_best} is not at least 1")
+    limits = {name: generation.get(name) for name in ("num_beams", "max_new_tokens")}
+    for name, value in {"n_best": n_best, "batch_tokens": batch_tokens, **limits}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is not at least 1")
+    for name in _OWN_ARGUMENTS:
+        if name in generation:
+            raise ValueError(f"{name}={generation[name]!r} cannot be set: n_best decides it")
     if n_best > 1 and not generation.get("do_sample"):
         num_beams = generation.get("num_beams") or model.generation_config.num_beams or 1
         generation["num_beams"] = max(num_beams, n_best)
-    limit = max_source_length or getattr(model.config, "max_position_embeddings", None)
-    sources = encode(tokenizer, lines, limit)
+    if max_source_length is None:
+        max_source_length = _longest_input(model)
+    sources = encode(tokenizer, lines, max_source_length)
     outputs: list[list[Hypothesis]] = [[Hypothesis("", 0.0)] * n_best for _ in sources]
     # A line without a token, and so nothing but </s>, has nothing to translate.
     rows = [row for row, ids in enumerate(sources) if len(ids) > 1]
-    progress = tqdm(
-        total=len(rows),
-        desc="Translating",
-        unit="line",
-        disable=None if show_progress is None else not show_progress,
-    )
-    with progress:
+    generation = with_output_limit(model, generation, max(map(len, sources), default=0))
+    with progress_bar("Translating", len(rows), show_progress) as progress:
         for batch in budget_batches([len(sources[row]) for row in rows], batch_tokens):
             chosen = [rows[number] for number in batch]
             hypotheses = generate_batch(
@@ -153,34 +162,79 @@ def translate_n_best(
     return outputs
 
 
+def _longest_input(model: PreTrainedModel) -> int | None:
+    return getattr(model.config, "max_position_embeddings", None)
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase, lines: Iterable[str], max_source_length: int | None
 ) -> list[list[int]]:
-    """Token ids of lines, cut to `max_source_length` before their end token, with a warning."""
-    lines = list(lines)
-    if not lines:
+    """Token ids of lines, cut to `max_source_length` before their end token, with a warning.
+
+    White space alone counts as no text, as in training: such a line is its end token.
+
+    Raises:
+        ValueError: If `lines` is one string or holds something else than strings, or if
+            `max_source_length` is below 2.
+    """
+    if isinstance(lines, str):
+        raise ValueError("lines is one string: pass a list of lines")
+    if max_source_length is not None and max_source_length < 2:
+        raise ValueError(
+            f"max_source_length={max_source_length}: one token and </s> need at least 2"
+        )
+    texts = []
+    for row, line in enumerate(lines):
+        if not isinstance(line, str):
+            raise ValueError(f"lines[{row}]={line!r} is no text")
+        if _SURROGATE.search(line):
+            raise ValueError(f"lines[{row}]={line!r} holds half a surrogate pair")
+        text = line.replace("\0", "")
+        texts.append("" if text.isspace() else text)
+    if not texts:
         return []
-    sources = tokenizer(lines)["input_ids"]
+    sources = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
     if max_source_length is None:
         return sources
     too_long = [row for row, ids in enumerate(sources) if len(ids) > max_source_length]
     if too_long:
         logger.warning(
-            "%d of %d lines are longer than %d tokens and were cut (the first is line %d)",
+            "%d of %d lines are longer than %d tokens and were cut (the first begins with %r)",
             len(too_long),
             len(sources),
             max_source_length,
-            too_long[0] + 1,
+            texts[too_long[0]][:40],
         )
     for row in too_long:
         sources[row] = [*sources[row][: max_source_length - 1], sources[row][-1]]
     return sources
 
 
+def with_output_limit(
+    model: Any, generation: dict[str, Any], longest_source: int
+) -> dict[str, Any]:
+    """Arguments of generate(), with a limit of the output where neither they nor the model set one.
+
+    Args:
+        model: The model that is to generate.
+        generation: The arguments so far.
+        longest_source: Tokens of the longest source.
+    """
+    names = ("max_new_tokens", "max_length")
+    if any(generation.get(name) or getattr(model.generation_config, name, None) for name in names):
+        return generation
+    limit = longest_source + EXTRA_TOKENS
+    return {**generation, "max_new_tokens": min(limit, _longest_input(model) or limit)}
+
+
+def progress_bar(description: str, lines: int, show: bool | None) -> tqdm:
+    """A progress bar over lines; with `show` None only on a terminal."""
+    disable = None if show is None else not show
+    return tqdm(total=lines, desc=description, unit="line", leave=False, disable=disable)
+
+
 def budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Row numbers in batches of rows * longest <= batch_tokens, the longest rows first."""
-    if batch_tokens < 1:
-        raise ValueError(f"batch_tokens={batch_tokens} is not at least 1")
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
@@ -220,10 +274,7 @@ def generate_batch(
 ) -> list[list[Hypothesis]]:
     """Generates for one batch of token ids, in evaluation mode: see `translate_n_best`."""
     inputs = source_tensors(sources, int(tokenizer.pad_token_id), model.device)
-    config = model.generation_config
-    lengths = ("max_new_tokens", "max_length")
-    if not any(generation.get(name) or getattr(config, name, None) for name in lengths):
-        generation["max_new_tokens"] = inputs["input_ids"].shape[1] + EXTRA_TOKENS
+    generation = with_output_limit(model, generation, inputs["input_ids"].shape[1])
     was_training = model.training
     model.eval()
     try:
@@ -239,7 +290,7 @@ def generate_batch(
         if with_scores and getattr(outputs, "sequences_scores", None) is not None:
             scores = outputs.sequences_scores.tolist()
         elif with_scores:
-            penalty = generation.get("length_penalty", config.length_penalty)
+            penalty = generation.get("length_penalty", model.generation_config.length_penalty)
             scores = _score_sequences(model, inputs, outputs.sequences, penalty)
     finally:
         model.train(was_training)
@@ -270,6 +321,7 @@ def score_targets(
     targets: Sequence[Sequence[int]],
     *,
     batch_tokens: int = BATCH_TOKENS,
+    show_progress: bool | None = False,
 ) -> TokenScores:
     """Teacher-forced scores of given targets, unsmoothed and per token, in evaluation mode.
 
@@ -278,6 +330,7 @@ def score_targets(
         sources: Token ids of each source.
         targets: Token ids of each target, end token included.
         batch_tokens: Source and target tokens of a batch, padding included.
+        show_progress: Whether to draw a progress bar; only on a terminal if None.
 
     Returns:
         Sums over all target tokens.
@@ -289,15 +342,74 @@ def score_targets(
         lengths = [
             len(source) + len(target) for source, target in zip(sources, targets, strict=True)
         ]
-        for batch in budget_batches(lengths, batch_tokens):
-            inputs = source_tensors(
-                [sources[row] for row in batch], int(model.config.pad_token_id), model.device
-            )
-            labels = pad([targets[row] for row in batch], -100, model.device)
-            logits = model(**inputs, labels=labels).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-            correct = (logits.argmax(-1) == labels).sum()
-            total += TokenScores(loss.item(), int(correct), int((labels != -100).sum()))
+        with progress_bar("Scoring", len(lengths), show_progress) as progress:
+            for batch in budget_batches(lengths, batch_tokens):
+                inputs = source_tensors(
+                    [sources[row] for row in batch], int(model.config.pad_token_id), model.device
+                )
+                labels = pad([targets[row] for row in batch], -100, model.device)
+                logits = model(**inputs, labels=labels).logits
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+                )
+                correct = (logits.argmax(-1) == labels).sum()
+                total += TokenScores(loss.item(), int(correct), int((labels != -100).sum()))
+                progress.update(len(batch))
     finally:
         model.train(was_training)
     return total
+
+
+def read_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
+    r"""Lines of a binary stream as text.
+
+    Only \n, or \r\n, ends a line; a byte order mark in front is skipped.
+
+    Args:
+        stream: Lines as bytes, such as a file opened with "rb".
+        name: What messages call it.
+
+    Raises:
+        ValueError: If a line is not UTF-8.
+    """
+    for number, line in enumerate(stream, start=1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.endswith(b"\n"):
+            line = line[:-2] if line.endswith(b"\r\n") else line[:-1]
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{name}, line {number}: not UTF-8: byte 0x{line[error.start]:02x} at offset "
+                f"{error.start} of the line"
+            ) from None
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    """Opens a text file that takes an old one's place when all is written, and not before.
+
+    Args:
+        path: The file. What is no ordinary file, such as `/dev/stdout`, is written to directly.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8", newline="\n") as stream:
+            yield stream
+        return
+    path = path.resolve()  # through links, which stay
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+    half_written = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with half_written.open("w", encoding="utf-8", newline="\n") as stream:
+            yield stream
+        if path.exists():
+            shutil.copymode(path, half_written)
+        half_written.replace(path)
+    finally:
+        half_written.unlink(missing_ok=True)
