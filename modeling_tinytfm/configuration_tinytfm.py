@@ -150,6 +150,9 @@ class TinyTFMConfig(PretrainedConfig):
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.decoder_start_token_id = decoder_start_token_id
+        # Looked at first: some versions check these two when they are set, in words of their own.
+        check_boolean("is_encoder_decoder", is_encoder_decoder)
+        check_problem_type(kwargs.get("problem_type"))
         self.is_encoder_decoder = is_encoder_decoder
         self.is_decoder = is_decoder
         self.problem_type = kwargs.get("problem_type")
@@ -271,8 +274,8 @@ class TinyTFMConfig(PretrainedConfig):
             "is_encoder_decoder",
             "is_decoder",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False")
+            check_boolean(name, getattr(self, name))
+        check_problem_type(self.problem_type)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             value = getattr(self, name)
             several = name == "eos_token_id" and isinstance(value, list | tuple)
@@ -284,12 +287,6 @@ class TinyTFMConfig(PretrainedConfig):
                         f"{name}={value!r} is not a token id between 0 and {self.vocab_size - 1} "
                         f"(vocab_size={self.vocab_size})"
                     )
-
-        if self.problem_type not in PROBLEM_TYPES:
-            raise ValueError(
-                f"problem_type={self.problem_type!r} is unknown: choose one of "
-                f"{', '.join(map(repr, PROBLEM_TYPES))}"
-            )
 
     def _check_integer(self, name: str, at_least: int) -> int:
         value = getattr(self, name)
@@ -306,6 +303,21 @@ def is_integer(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether `value` is an int or a float, and not a bool."""
     return is_integer(value) or isinstance(value, float)
+
+
+def check_boolean(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is neither True nor False")
+
+
+def check_problem_type(value: object) -> None:
+    """Raises ValueError unless `value` is a problem type of transformers, or None."""
+    if value not in PROBLEM_TYPES:
+        raise ValueError(
+            f"problem_type={value!r} is unknown: choose one of "
+            f"{', '.join(map(repr, PROBLEM_TYPES))}"
+        )
 
 
 def auto_map(is_encoder_decoder: bool, is_decoder: bool) -> dict[str, str]:

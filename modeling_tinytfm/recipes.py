@@ -350,7 +350,6 @@ _GENERATION_KEYS: dict[str, _Key] = {
 # Ranges that TrainingArguments itself checks late or not at all.
 _TRAINING_MINIMUMS: dict[str, float] = {
     "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "num_train_epochs": 0,
     "max_steps": -1,
@@ -370,6 +369,8 @@ _TRAINING_MINIMUMS: dict[str, float] = {
 _FROM_TOKENIZER = "it follows from the tokenizer"
 _BY_COMMAND = "the command sets it"
 _BY_LAUNCHER = "torchrun or accelerate launch sets it"
+_OWN_BATCHES = "batches come from data.max_tokens or training.per_device_train_batch_size"
+_EVALUATES_BY_TOKENS = "evaluation batches by tokens: data.max_tokens"
 _SEVERAL_OUTPUTS = "the command keeps one prediction a row and nothing but its tokens"
 # Valid names elsewhere, but not in a recipe: the reason, or what to write instead.
 _REFUSED_KEYS: dict[str, str] = {
@@ -407,17 +408,21 @@ _REFUSED_KEYS: dict[str, str] = {
     "training.warmup_ratio": "write training.warmup_steps; below 1 it is a share of all updates",
     "training.evaluation_strategy": "write training.eval_strategy",
     "training.overwrite_output_dir": "write training.overwrite",
-    "training.group_by_length": (
-        "write data.max_tokens, or training.train_sampling_strategy: group_by_length"
-    ),
+    "training.group_by_length": "write data.max_tokens, which batches pairs of similar length",
+    "training.train_sampling_strategy": _OWN_BATCHES,
+    "training.dataloader_drop_last": "no pair is ever left out",
+    "training.auto_find_batch_size": _OWN_BATCHES,
+    "training.per_device_eval_batch_size": _EVALUATES_BY_TOKENS,
+    "training.eval_accumulation_steps": _EVALUATES_BY_TOKENS,
+    "training.accelerator_config": _OWN_BATCHES,
     "training.no_cuda": "write training.use_cpu",
     "training.use_mps_device": "the device is found by itself; training.use_cpu keeps to the CPU",
     "training.logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "training.per_gpu_train_batch_size": "write training.per_device_train_batch_size",
-    "training.per_gpu_eval_batch_size": "write training.per_device_eval_batch_size",
+    "training.per_gpu_eval_batch_size": _EVALUATES_BY_TOKENS,
     "training.adafactor": "write training.optim: adafactor",
-    "training.split_batches": "write training.accelerator_config",
-    "training.dispatch_batches": "write training.accelerator_config",
+    "training.split_batches": _OWN_BATCHES,
+    "training.dispatch_batches": _OWN_BATCHES,
     "training.push_to_hub_token": "a recipe is published with its run; log in by `hf auth login`",
     "training.push_to_hub_model_id": "write training.hub_model_id",
 }
@@ -1158,18 +1163,12 @@ def _model_selection(recipe: Recipe) -> dict[str, Any]:
 
 def _check_across_sections(recipe: Recipe) -> None:
     arguments, data = recipe.training.arguments, recipe.data
-    if data.max_tokens is not None:
-        for key in (
-            "per_device_train_batch_size",
-            "auto_find_batch_size",
-            "train_sampling_strategy",
-            "dataloader_drop_last",
-        ):
-            if arguments.get(key):
-                raise ValueError(
-                    f"training.{key}={arguments[key]!r} contradicts data.max_tokens="
-                    f"{data.max_tokens}, which batches by itself: set one of the two to null"
-                )
+    batch_size = arguments.get("per_device_train_batch_size")
+    if data.max_tokens is not None and batch_size:
+        raise ValueError(
+            f"training.per_device_train_batch_size={batch_size!r} contradicts data.max_tokens="
+            f"{data.max_tokens}, which batches by itself: set one of the two to null"
+        )
     keys = _section_keys("model")
 
     def effective(name: str) -> Any:

@@ -449,10 +449,6 @@ def test_later_tasks_are_refused_by_name(load, task):
             ["data.max_tokens=4096", "training.per_device_train_batch_size=8"],
             ["data.max_tokens=4096", "training.per_device_train_batch_size=8"],
         ),
-        (
-            ["data.max_tokens=4096", "training.auto_find_batch_size=true"],
-            ["data.max_tokens=4096", "training.auto_find_batch_size=True"],
-        ),
         (["tokenizer.kind=regex"], ["tokenizer.kind=regex", "tokenizer.pattern"]),
         (["tokenizer.pattern=a"], ["tokenizer.kind=bpe", "tokenizer.pattern='a'"]),
         (
