@@ -263,7 +263,9 @@ def test_cache_has_the_decoders_layers_and_heads(shape):
     assert len(own.layers) == 3
     prompt_length = 1 if shape == "encoder-decoder" else 5
     assert {tuple(layer.keys.shape) for layer in own.layers} == {(1, 8, prompt_length + 2, 4)}
-    if shape == "encoder-decoder":
+    if shape == "decoder":  # what transformers sizes a cache by beforehand
+        assert (model.config.num_hidden_layers, model.config.num_attention_heads) == (3, 8)
+    else:
         cross = cache.cross_attention_cache
         assert [tuple(layer.keys.shape) for layer in cross.layers] == [(1, 8, 5, 4)] * 3
 
