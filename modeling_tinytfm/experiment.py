@@ -6,31 +6,43 @@ if it failed; `Experiment.run` trains.
 
 import json
 import logging
+import math
 import os
+import re
+import shlex
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
-from datasets import Dataset, DatasetDict, concatenate_datasets
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
-    EarlyStoppingCallback,
+    PreTrainedModel,
     Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import speed_metrics
 
 from .configuration_tinytfm import TinyTFMConfig
 from .data import SplitReport, cmudict_pairs, encode_pairs, load_pairs, reverse_pairs, token_lengths
 from .metrics import METRICS
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
-from .recipes import DataSettings, Recipe, load_recipe
+from .recipes import DataSettings, EvaluationSettings, Recipe, load_recipe
 from .tokenization import save_tokenizer, train_tokenizer
 from .training import (
     TinyTFMTrainer,
@@ -40,14 +52,17 @@ from .training import (
     last_complete_checkpoint,
     what_is_missing,
 )
-from .translation import BATCH_TOKENS, EXTRA_TOKENS
+from .translation import BATCH_TOKENS, EXTRA_TOKENS, translate, whole_file
 
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe.yaml"
 PREDICTIONS_FILE = "predictions_test.jsonl"
 CURVES_FILE = "curves.png"
-LAST_FILE = "test_results.json"  # written last: a folder that holds it is a finished run
+RESULTS_FILE = "all_results.json"  # written last: a folder that holds it is a finished run
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+# What a person can mend; anything else that preparation raises is a bug, and shows its traceback.
+PREPARATION_ERRORS = (ValueError, OSError, ImportError)
 
 Say = Callable[[str], None]
 
@@ -65,6 +80,8 @@ def run_recipe(recipe: Recipe, say: Say = logger.info) -> dict[str, float]:
     Raises:
         ValueError: If the recipe, the data or the folder do not allow the run.
         OSError: If a file cannot be read or written.
+        ImportError: If the recipe's data need a package that is not installed.
+        NonFiniteLossError: If training broke down.
     """
     experiment = prepare(recipe, say)
     return experiment.run() if isinstance(experiment, Experiment) else experiment
@@ -83,7 +100,7 @@ def use_threads(threads: int | None) -> int:
 
 
 def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, float]":
-    """Loads and checks all that a run needs.
+    """Loads and checks all that a run needs, and only then claims the run's folder.
 
     Args:
         recipe: What to run.
@@ -93,34 +110,38 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         The experiment, ready to run; or the scores, if the folder holds this run, finished.
 
     Raises:
-        ValueError: As `run_recipe`.
+        ValueError: As `run_recipe`, on every process what went wrong on one.
         OSError: As `run_recipe`.
+        ImportError: As `run_recipe`.
     """
-    threads = use_threads(recipe.threads)
     arguments = training_arguments(recipe)
     state = PartialState()
+    threads = use_threads(recipe.threads)
     folder = Path(recipe.training.output_dir)
     if not state.is_main_process:
         say = logger.debug
 
-    with state.main_process_first():
+    found: Any = None
+    with main_process_first(state):
         if state.is_main_process:
-            check_folder(recipe, folder)
-    if (folder / LAST_FILE).is_file():
+            found = check_folder(recipe, folder)
+    scores = from_main_process(found)
+    if scores is not None:
         say(f"{folder} holds this run, finished; training.overwrite=true starts it anew.")
-        scores = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
         say(describe_scores(scores, "test"))
         return scores
 
-    with state.main_process_first():
+    with main_process_first(state):
         texts, reports = read_pairs(recipe.data)
-    missing = [split for split in ("train", "validation", "test") if not len(texts.get(split, []))]
-    if missing:
-        raise ValueError(f"data: there are no pairs in {' and '.join(missing)}")
-    with state.main_process_first():
-        tokenizer = make_tokenizer(recipe, texts["train"], folder, state.is_main_process)
+        missing = [name for name in ("train", "validation", "test") if not len(texts[name])]
+        if missing:
+            raise ValueError(f"data: there are no pairs in {' and '.join(missing)}")
+    with main_process_first(state):
+        if state.is_main_process:
+            found = make_tokenizer(recipe, texts["train"], folder, say)
+    tokenizer: Any = from_main_process(found)
     sets: dict[str, Dataset] = {}
-    with state.main_process_first():
+    with main_process_first(state):
         for split, rows in texts.items():
             encoded, reports[split] = encode_pairs(
                 rows,
@@ -132,12 +153,14 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
                 report=reports[split],
             )
             sets[split] = encoded if split == "train" else with_texts(encoded, rows)
+    # From here on processes are forked, which a tokenizer's threads would not survive.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     set_seed(arguments.seed)
     model = build_model(recipe, len(tokenizer), sets["train"])
-    callbacks: list[Any] = []
+    callbacks: list[TrainerCallback] = []
     if recipe.training.early_stopping_patience is not None:
-        callbacks.append(EarlyStoppingCallback(recipe.training.early_stopping_patience))
+        callbacks.append(EarlyStopping(recipe.training.early_stopping_patience))
     trainer = TinyTFMTrainer(
         model=model,
         args=arguments,
@@ -152,84 +175,208 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
     )
     experiment = Experiment(recipe, folder, trainer, sets, reports, threads, say)
-    experiment.checkpoint = find_checkpoint(recipe, folder, state)
+    with main_process_first(state):
+        if state.is_main_process:
+            found = find_checkpoint(recipe, folder, model, state.num_processes)
+            claim_folder(recipe, folder, tokenizer, say)
+    experiment.checkpoint = from_main_process(found)
     return experiment
+
+
+@contextmanager
+def main_process_first(state: PartialState) -> Iterator[None]:
+    """Lets the main process fill the caches that the others then find.
+
+    An error on one process becomes an error on all: accelerate's own context manager of this name
+    would leave the others waiting for a process that has ended.
+    """
+    if not state.is_main_process:
+        _share_error(None)
+    error = None
+    try:
+        yield
+    except PREPARATION_ERRORS as caught:
+        error = caught
+    if state.is_main_process:
+        _share_error(error)
+    _share_error(error)
+
+
+def _share_error(error: Exception | None) -> None:
+    messages = gather_object([None if error is None else str(error)])
+    if error is not None:
+        raise error
+    for message in messages:
+        if message is not None:
+            raise ValueError(message)
+
+
+def from_main_process(value: Any) -> Any:
+    """The main process's value, on every process."""
+    return broadcast_object_list([value])[0]
 
 
 def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
     """The Trainer's arguments, with the choices that depend on the machine.
 
+    Making them also joins this process to the group of all.
+
     Raises:
         ValueError: If the machine cannot do what they ask for.
     """
     values = recipe.training.trainer_arguments()
-    accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
-    on_cpu = values.get("use_cpu", False) or not accelerator
-    if on_cpu and values.get("fp16"):
+    chosen = device_arguments(values)
+    if values.get("fp16") and not chosen["fp16"]:
         raise ValueError("training.fp16=true needs a GPU: a CPU has no fast fp16; leave it out")
-    if on_cpu:
-        values["use_cpu"] = True
-    elif torch.cuda.is_available() and not values.get("fp16"):
-        values.setdefault("bf16", torch.cuda.is_bf16_supported())
+    values.update(chosen)
     values.setdefault("ddp_find_unused_parameters", False)
     values.setdefault("ddp_broadcast_buffers", False)  # none changes
-    return Seq2SeqTrainingArguments(**values)
+    debug_level = torch.distributed.get_debug_level()
+    if chosen["use_cpu"]:
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL the CPUs' group would come in a wrapper, which DDP of
+        # torch 2.13 takes for the group itself: it crashes.
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
+    try:
+        return Seq2SeqTrainingArguments(**values)
+    finally:
+        torch.distributed.set_debug_level(debug_level)
 
 
-def check_folder(recipe: Recipe, folder: Path) -> None:
-    """Makes the run's folder usable for this recipe, or says why it is not; never deletes.
+def device_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """Device and precision for the given arguments of the Trainer, on this machine."""
+    has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
+    use_cpu = values.get("use_cpu", False) or not has_accelerator
+    fp16 = values.get("fp16", False) and not use_cpu
+    bf16 = values.get("bf16")
+    if bf16 is None:
+        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+        bf16 = has_bf16 and not use_cpu and not fp16
+    return {"use_cpu": use_cpu, "fp16": fp16, "bf16": bf16}
+
+
+def check_folder(recipe: Recipe, folder: Path) -> dict[str, float] | None:
+    """Says why a run's folder is not usable for this recipe; changes nothing in it.
+
+    Returns:
+        The scores, if it holds this run, finished.
 
     Raises:
         ValueError: If it holds something else, or an unfinished run that is not to be resumed.
         OSError: If it cannot be written.
     """
+    name = f"training.output_dir={folder}"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name} is a file: name a folder")
+    if recipe.training.overwrite:
+        here = Path.cwd()
+        if folder.resolve() in (here, *here.parents):
+            raise ValueError(f"{name} holds the working folder and cannot be moved aside")
+        check_writable(folder.absolute().parent, name)
+        return None
+    check_writable(folder, name)
+    kept = folder / RECIPE_FILE
+    if not kept.is_file():
+        # A hidden file may be what a process that was killed left half-written.
+        names = {path.name for path in folder.glob("*") if not path.name.startswith(".")}
+        if others := sorted(names - set(TOKENIZER_FILES)):
+            raise ValueError(
+                f"{name} holds files that are not this project's run ({others[0]}): choose another "
+                "folder, or training.overwrite=true moves it aside"
+            )
+        return None
+    differences = recipe.differences(load_recipe(kept))
+    if differences:
+        raise ValueError(
+            f"{name} holds the run of another recipe (it differs in {', '.join(differences[:5])}): "
+            "choose another folder, or training.overwrite=true moves it aside"
+        )
+    scores = finished_scores(folder)
+    if scores is None and not recipe.training.resume_from_checkpoint:
+        raise ValueError(
+            f"{name} holds this run, unfinished: training.resume_from_checkpoint=true continues "
+            "it, training.overwrite=true moves it aside and starts anew"
+        )
+    return scores
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Tries whether a file can be made in a folder, or in the one that it would be made in.
+
+    Raises:
+        OSError: With `name` in the message.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise OSError(f"{name} cannot be written: {error.strerror}") from error
+
+
+def finished_scores(folder: Path) -> dict[str, float] | None:
+    """The scores of a finished run; None if it is not finished."""
+    try:
+        scores = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return scores if "test_loss" in scores else None
+
+
+def claim_folder(recipe: Recipe, folder: Path, tokenizer: Any, say: Say) -> None:
+    """Makes a folder this recipe's, with recipe and tokenizer; an old one is moved, not deleted.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    training = replace(recipe.training, overwrite=False, resume_from_checkpoint=False)
+    recipe_text = replace(recipe, training=training).to_yaml()
     if recipe.training.overwrite and folder.exists() and any(folder.iterdir()):
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
         folder.rename(aside)
-        logger.warning("%s was moved to %s", folder, aside)
+        say(f"{folder} was moved to {aside}")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / RECIPE_FILE
-    if not kept.is_file():
-        others = sorted(path.name for path in folder.iterdir())
-        if others:
-            raise ValueError(
-                f"training.output_dir={folder} holds files that are not this project's run "
-                f"({others[0]}): choose another folder, or training.overwrite=true moves it aside"
-            )
-        kept.write_text(recipe.to_yaml(), encoding="utf-8")
-        return
-    differences = recipe.differences(load_recipe(kept))
-    if differences:
-        raise ValueError(
-            f"training.output_dir={folder} holds the run of another recipe (it differs in "
-            f"{', '.join(differences[:5])}): choose another folder, or training.overwrite=true "
-            "moves it aside"
-        )
-    if not (folder / LAST_FILE).is_file() and not recipe.training.resume_from_checkpoint:
-        raise ValueError(
-            f"training.output_dir={folder} holds this run, unfinished: "
-            "training.resume_from_checkpoint=true continues it, training.overwrite=true moves it "
-            "aside and starts anew"
-        )
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"training.output_dir={folder} cannot be written")
+    # Renaming leaves no file half-written when the process is killed.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as half_written:
+        new = Path(half_written)
+        (new / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        save_tokenizer(tokenizer, new)
+        # The tokenizer's own file comes last: it is what tells that there is one.
+        for path in sorted(new.iterdir(), key=lambda path: path.name == TOKENIZER_FILES[0]):
+            path.replace(folder / path.name)
 
 
-def find_checkpoint(recipe: Recipe, folder: Path, state: PartialState) -> str | None:
-    """The checkpoint to resume from, the same one on every process; None to start anew."""
+def find_checkpoint(
+    recipe: Recipe, folder: Path, model: PreTrainedModel, num_processes: int
+) -> str | None:
+    """The checkpoint to resume from; None to start anew.
+
+    Raises:
+        ValueError: If the recipe names one that is not complete, or of another model.
+    """
     wanted = recipe.training.resume_from_checkpoint
     if isinstance(wanted, str):
-        fault = what_is_missing(wanted, state.num_processes)
+        fault = what_is_missing(wanted, num_processes)
         if fault is not None:
             raise ValueError(f"training.resume_from_checkpoint={wanted} is not complete: {fault}")
+        with safe_open(Path(wanted) / "model.safetensors", "pt") as weights:
+            names = weights.keys()
+            there = {name: list(weights.get_slice(name).get_shape()) for name in names}
+        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        here = {
+            name: list(weight.shape)
+            for name, weight in model.state_dict().items()
+            if name in there or name not in tied
+        }
+        for name in sorted(here.keys() | there.keys()):
+            if here.get(name) != there.get(name):
+                raise ValueError(
+                    f"training.resume_from_checkpoint={wanted} is of another model: {name} is "
+                    f"{there.get(name)} there and {here.get(name)} here"
+                )
         return wanted
-    found: list[Any] = [None]
-    if wanted and state.is_main_process:
-        checkpoint = last_complete_checkpoint(folder, state.num_processes)
-        found = [None if checkpoint is None else str(checkpoint)]
-    return broadcast_object_list(found)[0] if state.num_processes > 1 else found[0]
+    checkpoint = last_complete_checkpoint(folder, num_processes) if wanted else None
+    return None if checkpoint is None else str(checkpoint)
 
 
 def read_pairs(data: DataSettings) -> tuple[DatasetDict, dict[str, SplitReport]]:
@@ -245,10 +392,12 @@ def read_pairs(data: DataSettings) -> tuple[DatasetDict, dict[str, SplitReport]]
     if data.generator == "cmudict":
         texts, reports = cmudict_pairs()
         if data.max_train_samples is not None:
-            texts["train"] = texts["train"].select(range(data.max_train_samples))
-            reports["train"] = SplitReport(pairs=len(texts["train"]))
+            pairs = len(texts["train"])
+            kept = min(pairs, data.max_train_samples)
+            texts["train"] = texts["train"].select(range(kept))
+            reports["train"] = SplitReport(pairs=kept, over_max_train_samples=pairs - kept)
         return texts, reports
-    files: dict[str, Any] = {}
+    files: dict[str, Any] = {} if data.dataset_name is None else read_dataset(data)
     for split in ("train", "validation", "test"):
         one = getattr(data, f"{split}_file")
         source = getattr(data, f"{split}_source_file")
@@ -267,22 +416,60 @@ def read_pairs(data: DataSettings) -> tuple[DatasetDict, dict[str, SplitReport]]
     )
 
 
-def make_tokenizer(recipe: Recipe, train: Dataset, folder: Path, is_main_process: bool) -> Any:
-    """The folder's tokenizer; trained on the training pairs, once, if it has none."""
-    if is_main_process and not (folder / "tokenizer.json").is_file():
-        settings = recipe.tokenizer
-        logger.info("training tokenizer")
-        tokenizer = train_tokenizer(
-            _Lines(train),
-            kind=settings.kind,
-            vocab_size=settings.vocab_size,
-            pattern=settings.pattern,
-            normalization=settings.normalization,
-            lowercase=settings.lowercase,
-            min_frequency=settings.min_frequency,
+def read_dataset(data: DataSettings) -> dict[str, Dataset]:
+    """The splits of a data set of the Hub or of a local folder, under the names used here.
+
+    The fields of a nested column become columns: `translation.de`.
+
+    Raises:
+        ValueError: If it has no training split, or no such configuration.
+        OSError: If it cannot be found.
+    """
+    try:
+        splits = load_dataset(str(data.dataset_name), data.dataset_config_name)
+    except DatasetGenerationError as error:
+        raise ValueError(f"data.dataset_name={data.dataset_name}: {error.__cause__}") from error
+    names = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+    found = {
+        split: splits[name].flatten()
+        for split, choices in names.items()
+        for name in choices
+        if name in splits
+    }
+    if "train" not in found:
+        raise ValueError(
+            f"data.dataset_name={data.dataset_name} has no split train; it has {', '.join(splits)}"
         )
-        save_tokenizer(tokenizer, folder)
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return found
+
+
+def make_tokenizer(recipe: Recipe, train: Dataset, folder: Path, say: Say) -> Any:
+    """The tokenizer of the folder, or of the checkpoint to resume from; else a new one.
+
+    Raises:
+        ValueError: If no vocabulary can be trained with the recipe's settings.
+    """
+    checkpoint = recipe.training.resume_from_checkpoint
+    homes = [] if recipe.training.overwrite else [folder]
+    for home in (Path(checkpoint), *homes) if isinstance(checkpoint, str) else homes:
+        if (home / TOKENIZER_FILES[0]).is_file():
+            say(f"taking the tokenizer that {home} holds")
+            return load_tokenizer(home)
+    settings = recipe.tokenizer
+    say(f"training tokenizer on {len(train):,} pairs")
+    tokenizer = train_tokenizer(
+        _Lines(train),
+        kind=settings.kind,
+        vocab_size=settings.vocab_size,
+        pattern=settings.pattern,
+        normalization=settings.normalization,
+        lowercase=settings.lowercase,
+        min_frequency=settings.min_frequency,
+    )
+    with tempfile.TemporaryDirectory() as unused:
+        # What trains is what everybody will load.
+        save_tokenizer(tokenizer, unused)
+        return load_tokenizer(unused)
 
 
 class _Lines:
@@ -309,19 +496,66 @@ def build_model(recipe: Recipe, vocab_size: int, train: Dataset) -> TinyTFMForCo
     """A new model of the recipe's size, which knows how to generate.
 
     Raises:
-        ValueError: If the recipe's sizes do not fit together.
+        ValueError: If the recipe's sizes do not fit together, or its settings of generate().
     """
     model = TinyTFMForConditionalGeneration(TinyTFMConfig(vocab_size=vocab_size, **recipe.model))
     generation = dict(recipe.generation)
+    positions = math.inf
+    if model.config.position_embedding_type == "learned":
+        positions = model.config.max_position_embeddings
     if not {"max_length", "max_new_tokens"} & set(generation):
         # As far as training reached, and some more; transformers' own default is 20.
         _, target_lengths = token_lengths(train)
-        limit = int(target_lengths.max()) + EXTRA_TOKENS
-        if model.config.position_embedding_type == "learned":
-            limit = min(limit, model.config.max_position_embeddings - 1)
-        generation["max_new_tokens"] = limit
+        generation["max_new_tokens"] = min(int(target_lengths.max()) + EXTRA_TOKENS, positions)
     model.generation_config.update(**generation)
+    longest = longest_output(model)
+    if longest > positions:
+        raise ValueError(
+            f"generation lets outputs grow to {longest} tokens, above the learned positions, "
+            f"model.max_position_embeddings={positions}"
+        )
+    try:
+        # Saving does the same, which would be after hours of training.
+        model.generation_config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(f"generation: {error}") from None
     return model
+
+
+def longest_output(model: Any) -> int:
+    """Tokens that generate() makes at most, the start token aside."""
+    config = model.generation_config
+    return config.max_new_tokens or config.max_length - 1
+
+
+class EarlyStopping(TrainerCallback):
+    """Stops training when so many evaluations in a row have not improved on the best.
+
+    It counts in the run's log: a run that was killed, even after it had been stopped, ends at the
+    same update as one that was not.
+
+    Args:
+        patience: Number of evaluations.
+    """
+
+    def __init__(self, patience: int):
+        self.patience = patience
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stops a run that is resumed where it had been stopped."""
+        self.on_evaluate(args, state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stops where the best evaluation lies `patience` evaluations back."""
+        name = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+        sign = -1 if args.greater_is_better else 1
+        values = [sign * entry[name] for entry in state.log_history if name in entry]
+        if values and len(values) - 1 - values.index(min(values)) >= self.patience:
+            control.should_training_stop = True
 
 
 @dataclass
@@ -359,71 +593,96 @@ class Experiment:
         """
         trainer = self.trainer
         self.say(self.plan())
-        trained = trainer.train(resume_from_checkpoint=self.checkpoint)
+        trained = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        history = list(trainer.state.log_history)
+        if self.checkpoint is not None:
+            # The Trainer's own is the mean over the updates since the checkpoint.
+            trained["train_loss"] = mean_training_loss(history)
+        trained["train_samples"] = len(self.sets["train"])
         evaluated = self.choose_model()
-        test, predictions = trainer.score(self.sets["test"], "test")
-        trained.metrics["train_samples"] = len(self.sets["train"])
         evaluated["eval_samples"] = len(self.sets["validation"])
-        test["test_samples"] = len(self.sets["test"])
-        signatures = {f"test_{name}_signature": text for name, text in trainer.signatures.items()}
-
+        test, predictions = self.score_test()
+        results = {"train": trained, "eval": evaluated, "test": test}
+        scores = {name: value for part in results.values() for name, value in part.items()}
+        scores = from_main_process(scores)  # the others' clocks differ
         if trainer.is_world_process_zero():
+            if predictions is None:
+                predictions = self.translate_test()
             self.save_model()
-            draw_curves(trainer.state.log_history, self.folder / CURVES_FILE)
-            if predictions is not None:
-                write_predictions(self.sets["test"], predictions, self.folder / PREDICTIONS_FILE)
-        trainer.save_metrics("train", trained.metrics)
-        trainer.save_metrics("eval", evaluated)
-        trainer.save_metrics("test", {**test, **signatures})
-        self.say(self.summary(test, predictions or []))
-        return {**trained.metrics, **evaluated, **test}
+            smoothed = trainer.args.label_smoothing_factor > 0
+            draw_curves(history, self.folder / CURVES_FILE, smoothed=smoothed)
+            write_predictions(self.sets["test"], predictions, self.folder / PREDICTIONS_FILE)
+            for split, part in results.items():
+                write_json(part, self.folder / f"{split}_results.json")
+            write_json(scores, self.folder / RESULTS_FILE)
+            self.say(self.summary(scores, predictions))
+        return scores
+
+    def score_test(self) -> tuple[dict[str, Any], list[str] | None]:
+        """Figures of the test set with their signatures, and its predictions if there are any."""
+        trainer, rows = self.trainer, self.sets["test"]
+        start = time.time()
+        scores, predictions = trainer.score(rows, "test")
+        signatures = {f"test_{name}_signature": text for name, text in trainer.signatures.items()}
+        speed = speed_metrics("test", start, num_samples=len(rows))
+        return {**scores, **speed, **signatures, "test_samples": len(rows)}, predictions
+
+    def translate_test(self) -> list[str]:
+        """Predictions for the test set where no metric asked for any."""
+        return translate(
+            self.trainer.model,
+            self.trainer.processing_class,
+            self.sets["test"]["source"][:],
+            max_source_length=self.recipe.data.max_source_length,
+            batch_tokens=self.trainer.eval_batch_tokens,
+        )
 
     def plan(self) -> str:
         """What is going to be done, in lines that a person can check."""
-        trainer, arguments = self.trainer, self.trainer.args
-        model = trainer.model
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        trainer, arguments, recipe = self.trainer, self.trainer.args, self.recipe
+        config = trainer.model.config
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         sampler: Any = trainer.sampler
         updates_an_epoch = -(-len(sampler) // arguments.gradient_accumulation_steps)
+        updates = f"{math.ceil(updates_an_epoch * arguments.num_train_epochs):,}"
         if arguments.max_steps > 0:
-            updates = arguments.max_steps
-        else:
-            updates = round(updates_an_epoch * arguments.num_train_epochs)
-        if self.recipe.data.max_tokens is None:
+            updates = f"{arguments.max_steps:,}"
+        if recipe.training.early_stopping_patience is not None:
+            updates += (
+                f" at most, until {arguments.metric_for_best_model} has not improved "
+                f"{recipe.training.early_stopping_patience} times in a row"
+            )
+        if recipe.data.max_tokens is None:
             batch = f"{arguments.per_device_train_batch_size} pairs"
         else:
-            batch = (
-                f"up to {self.recipe.data.max_tokens:,} tokens, source and target, padding included"
-            )
+            batch = f"up to {recipe.data.max_tokens:,} tokens, source and target, padding included"
         source_lengths, target_lengths = token_lengths(self.sets["train"])
         real_tokens = (source_lengths.sum() + target_lengths.sum()) / max(updates_an_epoch, 1)
         precision = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
-        device = f"{arguments.device.type}, {self.threads} threads"
         rows = [
-            ("recipe", f"{self.recipe.name} -> {self.folder}"),
+            ("recipe", f"{recipe.name} -> {self.folder}"),
             *((split, str(report)) for split, report in self.reports.items()),
-            ("vocabulary", f"{self.recipe.tokenizer.kind}, {model.config.vocab_size:,} tokens"),
-            ("model", f"{parameters:,} parameters"),
+            ("vocabulary", f"{recipe.tokenizer.kind}, {config.vocab_size:,} tokens"),
+            (
+                "model",
+                f"{parameters:,} parameters; {config.encoder_layers} + {config.decoder_layers} "
+                f"layers, d_model {config.d_model}",
+            ),
             (
                 "batch",
                 f"{batch}; x {arguments.gradient_accumulation_steps} accumulated "
                 f"x {arguments.world_size} processes; {real_tokens:,.0f} real tokens an update; "
                 f"{sampler.padding_waste():.1%} padding",
             ),
-            ("updates", f"{updates:,}; {updates_an_epoch:,} an epoch"),
-            ("outputs", f"up to {self.longest_output()} tokens"),
-            ("device", f"{device} a process, {precision}"),
+            ("updates", f"{updates}; {updates_an_epoch:,} an epoch"),
+            ("outputs", f"up to {longest_output(trainer.model)} tokens"),
+            ("device", f"{arguments.device.type}, {self.threads} threads a process, {precision}"),
         ]
         if self.checkpoint is not None:
             rows.append(("resumed from", self.checkpoint))
-        elif self.recipe.training.resume_from_checkpoint:
+        elif recipe.training.resume_from_checkpoint:
             rows.append(("resumed from", "nothing: there is no complete checkpoint"))
         return "\n".join(f"{name + ':':14}{text}" for name, text in rows)
-
-    def longest_output(self) -> int:
-        """Tokens that generate() makes at most."""
-        config = self.trainer.model.generation_config
-        return config.max_new_tokens or config.max_length
 
     def choose_model(self) -> dict[str, float]:
         """Validates the trained model and, if wanted, an average of checkpoints; keeps the better.
@@ -435,11 +694,18 @@ class Experiment:
         kept = trainer.evaluate()
         name = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
         greater_is_better = bool(trainer.args.greater_is_better)
-        if settings.average_last is not None:
-            folders = last_checkpoints(self.folder, settings.average_last)
-        elif settings.average_best is not None:
-            folders = best_checkpoints(self.folder, settings.average_best, name, greater_is_better)
-        else:
+        try:
+            if settings.average_last is not None:
+                folders = last_checkpoints(self.folder, settings.average_last)
+            elif settings.average_best is not None:
+                folders = best_checkpoints(
+                    self.folder, settings.average_best, name, greater_is_better
+                )
+            else:
+                return kept
+        except ValueError as error:
+            # A run that stopped early has fewer: no reason to lose it.
+            self.say(f"no average: {error}")
             return kept
         before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
         trainer.model.load_state_dict(average_checkpoints(folders).state_dict())
@@ -457,18 +723,42 @@ class Experiment:
 
     def save_model(self) -> None:
         """Writes model and tokenizer into the folder, as they are published."""
-        self.trainer.model.config.use_cache = True  # the Trainer turned it off
         self.trainer.model.save_pretrained(self.folder)
         save_tokenizer(self.trainer.processing_class, self.folder)
 
     def summary(self, scores: dict[str, float], predictions: list[str]) -> str:
         """The scores, some predictions, and what to type next."""
         lines = [describe_scores(scores, "test")]
-        shown = predictions[: self.recipe.evaluation.num_sample_predictions]
-        for row, prediction in zip(self.sets["test"], shown, strict=False):
-            lines.append(f"  {row['source']}  ->  {prediction}")
-        lines.append(f"next: python scripts/translate.py {self.folder}")
+        samples = predictions[: self.recipe.evaluation.num_sample_predictions]
+        for row, prediction in zip(self.sets["test"], samples, strict=False):
+            line = f"  {_shortened(row['source'])}  ->  {_shortened(prediction)}"
+            if prediction not in row["references"]:
+                line += f"  (reference: {_shortened(row['references'][0])})"
+            lines.append(line)
+        lines.append(f"next: python scripts/translate.py {shlex.quote(str(self.folder))}")
         return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    """A text as it may stand in a line on a terminal."""
+    text = re.sub("[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def mean_training_loss(history: Sequence[dict[str, Any]]) -> float:
+    """The mean of a run's logged losses over all updates up to the last of them."""
+    total, step = 0.0, 0
+    for entry in history:
+        if "loss" in entry:
+            total += entry["loss"] * (entry["step"] - step)
+            step = entry["step"]
+    return total / max(step, 1)
+
+
+def write_json(content: dict[str, Any], path: str | Path) -> None:
+    """Writes a JSON file whole or not at all."""
+    with whole_file(path) as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
 
 
 def describe_scores(scores: dict[str, float], prefix: str) -> str:
@@ -490,8 +780,14 @@ def write_predictions(rows: Dataset, predictions: list[str], path: Path) -> None
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
-    """Draws training and validation loss, and below them the validation metrics, over updates."""
+def draw_curves(history: list[dict[str, Any]], path: Path, *, smoothed: bool = False) -> None:
+    """Draws training and validation loss, and below them the validation metrics, over updates.
+
+    Args:
+        history: What the Trainer logged.
+        path: The picture.
+        smoothed: Whether the training loss has label smoothing, which the validation loss has not.
+    """
     from matplotlib.figure import Figure  # slow to import, and only needed once
 
     def points(name: str) -> tuple[list[int], list[float]]:
@@ -501,7 +797,8 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
     names = [name for name in ("token_accuracy", *METRICS) if points(f"eval_{name}")[0]]
     figure = Figure(figsize=(7, 2.5 * (1 + len(names))), layout="constrained")
     axes = figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for label, name in (("training", "loss"), ("validation", "eval_loss")):
+    training = "training, with label smoothing" if smoothed else "training"
+    for label, name in ((training, "loss"), ("validation", "eval_loss")):
         axes[0].plot(*points(name), marker=".", label=label)
     axes[0].set_ylabel("loss, nats per token")
     axes[0].legend()
@@ -514,15 +811,33 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """A saved tokenizer.
+
+    Raises:
+        OSError: If there is none that can be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # what tokenizers raises for a damaged file is no narrower
+        raise OSError(f"{name}: the tokenizer cannot be read: {error}") from error
+
+
 def load_model(name: str | Path) -> tuple[Any, Any]:
     """A trained model in evaluation mode, on a GPU if there is one, and its tokenizer.
 
     Raises:
-        OSError: If there is none.
+        ValueError: If it is no sequence-to-sequence model.
+        OSError: If there is none that can be read.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=False).eval()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    tokenizer = load_tokenizer(name)
+    try:
+        model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=False)
+    except SafetensorError as error:
+        raise OSError(f"{name}: the weights cannot be read: {error}") from error
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def score_model(
@@ -550,8 +865,16 @@ def score_model(
         ValueError: If a name or the data are unusable.
         OSError: If the folder holds no run, or the file cannot be read.
     """
-    recipe = load_recipe(Path(folder) / RECIPE_FILE)
-    data = recipe.data
+    if num_beams is not None and num_beams < 1:
+        raise ValueError(f"num_beams={num_beams} is not at least 1")
+    data, evaluation, device = DataSettings(), EvaluationSettings(), {}
+    if (kept := Path(folder) / RECIPE_FILE).is_file():
+        recipe = load_recipe(kept)
+        data, evaluation, device = recipe.data, recipe.evaluation, recipe.training.arguments
+    elif file is None:
+        raise FileNotFoundError(
+            f"{folder} holds no {RECIPE_FILE}: name a folder that train.py made, or a file of pairs"
+        )
     if file is None:
         texts, _ = read_pairs(data)
         rows, prefix = texts[split], split
@@ -575,13 +898,15 @@ def score_model(
     with tempfile.TemporaryDirectory() as unused:
         trainer = TinyTFMTrainer(
             model=model,
-            args=Seq2SeqTrainingArguments(output_dir=unused, use_cpu=model.device.type == "cpu"),
+            args=Seq2SeqTrainingArguments(output_dir=unused, **device_arguments(device)),
             processing_class=tokenizer,
-            metrics=recipe.evaluation.metrics if metrics is None else metrics,
+            metrics=evaluation.metrics if metrics is None else metrics,
             generation={} if num_beams is None else {"num_beams": num_beams},
             eval_batch_tokens=data.max_tokens or BATCH_TOKENS,
         )
-        scores, _ = trainer.score(with_texts(encoded, rows), prefix)
+        # In training accelerate has put this around the model's forward.
+        with trainer.accelerator.autocast():
+            scores, _ = trainer.score(with_texts(encoded, rows), prefix)
     signatures = {f"{prefix}_{name}_signature": text for name, text in trainer.signatures.items()}
     return {**scores, **signatures}
 
@@ -607,8 +932,8 @@ def save_average(
     count = last if last is not None else best
     if count is None or count < 1:
         raise ValueError(f"{count} checkpoints cannot be averaged: give at least 1")
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"{output} is not empty: choose another folder")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"{output} exists and is no empty folder: choose another")
     recipe = load_recipe(run / RECIPE_FILE)
     if last is not None:
         folders = last_checkpoints(run, count)
@@ -621,7 +946,6 @@ def save_average(
             bool(chosen.get("greater_is_better")),
         )
     average_checkpoints(folders).save_pretrained(output)
-    tokenizer: Any = AutoTokenizer.from_pretrained(run, trust_remote_code=False)
-    save_tokenizer(tokenizer, output)
+    save_tokenizer(load_tokenizer(run), output)
     (output / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     return folders

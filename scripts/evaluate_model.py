@@ -1,21 +1,25 @@
 """Score a trained model on a split of its recipe, or on a file of pairs."""
 
 import argparse
-import json
 import os
 import sys
+from collections.abc import Sequence
 
 # Threads that spin while they wait take the cores from whatever else runs on this machine, and a
-# busy machine then trains 20 times slower. OpenMP reads this when torch is loaded.
+# busy machine then works 20 times slower. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
+os.environ.setdefault("TQDM_DELAY", "1")
 
-from modeling_tinytfm.experiment import describe_scores, score_model, use_threads
+from transformers.utils import logging
+
+from modeling_tinytfm.experiment import describe_scores, score_model, write_json
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and scores; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a folder that train.py made")
+    parser.add_argument("model", help="a folder that train.py made (--file: any model)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--split", choices=("validation", "test"), default="test", help="default: test"
@@ -23,9 +27,9 @@ def main() -> int:
     where.add_argument("--file", help="pairs as .tsv, .csv or .jsonl, plain or .gz")
     parser.add_argument("--metrics", nargs="+", help="default: the recipe's")
     parser.add_argument("--num-beams", type=int, help="width of the search (default: the model's)")
-    parser.add_argument("--json", help="also write the scores into this file")
-    options = parser.parse_args()
-    use_threads(None)
+    parser.add_argument("--json", help="also write the scores, unrounded, into this file")
+    options = parser.parse_args(argv)
+    logging.disable_progress_bar()  # the one of loading weights
     try:
         scores = score_model(
             options.model,
@@ -34,16 +38,15 @@ def main() -> int:
             metrics=options.metrics,
             num_beams=options.num_beams,
         )
+        print(describe_scores(scores, "file" if options.file is not None else options.split))
+        for name, value in scores.items():
+            if name.endswith("_signature"):
+                print(f"{name}: {value}")
         if options.json is not None:
-            with open(options.json, "w", encoding="utf-8") as stream:
-                json.dump(scores, stream, indent=2)
+            write_json(scores, options.json)
     except (ValueError, OSError, ImportError) as error:
-        print(f"evaluate_model.py: {error}", file=sys.stderr)
+        print(f"evaluate_model.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(describe_scores(scores, "file" if options.file is not None else options.split))
-    for name, value in scores.items():
-        if name.endswith("_signature"):
-            print(f"{name}: {value}")
     return 0
 
 

@@ -3,61 +3,92 @@
 import argparse
 import os
 import sys
+import time
+import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 # Threads that spin while they wait take the cores from whatever else runs on this machine, and a
 # busy machine then trains 20 times slower. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
+os.environ.setdefault("TQDM_DELAY", "1")
+
+from transformers.utils import logging
 
 from modeling_tinytfm.recipes import describe_keys, load_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent.parent / "configs" / "reverse.yaml"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the recipe; returns the exit status."""
+    recipe_file, overrides = parse(sys.argv[1:] if argv is None else argv)
+    logging.disable_progress_bar()  # one for each checkpoint that is written
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
+    # The one warns where files carry no exact times, and goes by the numbers of checkpoints; the
+    # other of what is refused here in the end.
+    for name in ("trainer_utils", "generation.configuration_utils"):
+        logging.get_logger(f"transformers.{name}").setLevel(logging.ERROR)
+    try:
+        recipe = load_recipe(recipe_file, overrides)
+    except (ValueError, OSError) as error:
+        return report(error, 2)
+    # Only now, because it takes seconds: a typo is reported at once.
+    from modeling_tinytfm.experiment import PREPARATION_ERRORS, Experiment, prepare
+    from modeling_tinytfm.training import NonFiniteLossError
+
+    try:
+        experiment = prepare(recipe, say=partial(print, flush=True))
+    except PREPARATION_ERRORS as error:
+        return report(error, 2)
+    if not isinstance(experiment, Experiment):
+        return 0
+    try:
+        experiment.run()
+    except (NonFiniteLossError, OSError) as error:
+        return report(error, 1)
+    except KeyboardInterrupt:
+        return report("stopped; training.resume_from_checkpoint=true continues this run", 130)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[str | Path, list[str]]:
+    """The recipe's file and the overrides of a command line."""
+    wants_help = {"-h", "--help"} & set(argv)
     parser = argparse.ArgumentParser(
         description="Train, measure and save a model from a recipe.",
-        epilog=keys_table(),
+        epilog=keys_table() if wants_help else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file (default: configs/reverse.yaml)")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces what the recipe says"
     )
-    arguments = parser.parse_args()
-    overrides = list(arguments.overrides)
-    recipe_file = arguments.recipe or DEFAULT_RECIPE
-    if arguments.recipe is not None and "=" in arguments.recipe:
-        overrides.insert(0, arguments.recipe)
-        recipe_file = DEFAULT_RECIPE
-    try:
-        recipe = load_recipe(recipe_file, overrides)
-        # Only now, because it takes seconds: a typo is reported at once.
-        from transformers.utils import logging
-
-        from modeling_tinytfm.experiment import Experiment, prepare
-        from modeling_tinytfm.training import NonFiniteLossError
-
-        logging.set_verbosity_warning()
-        experiment = prepare(recipe, say=print)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    if not isinstance(experiment, Experiment):
-        return 0
-    try:
-        experiment.run()
-    except NonFiniteLossError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    arguments = parser.parse_args(argv)
+    first = arguments.recipe
+    if first is None:
+        return DEFAULT_RECIPE, []
+    if "=" in first and not Path(first).exists():
+        return DEFAULT_RECIPE, [first, *arguments.overrides]
+    return first, arguments.overrides
 
 
 def keys_table() -> str:
     """What may stand in a recipe, a line each."""
     rows = [f"  {key.key} ({key.type}; {key.default})\n      {key.text}" for key in describe_keys()]
     return "\n".join(["keys of a recipe (type; default):", *rows])
+
+
+def report(error: Exception | str, status: int) -> int:
+    """Prints one line, whatever the number of processes; returns the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        # The launcher ends all processes when one has ended: the line has to be out by then.
+        time.sleep(5)
+    return status
 
 
 if __name__ == "__main__":
