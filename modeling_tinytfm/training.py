@@ -8,9 +8,11 @@ are checked before they are resumed from, and the average of several.
 
 import json
 import logging
+import math
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,14 @@ import torch.nn.functional as F
 from accelerate.utils import gather_object
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
     Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -39,13 +40,26 @@ from .data import PairBatchSampler, token_lengths
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
 from .tokenization import mend_tokenizer_class
-from .translation import BATCH_TOKENS, TokenScores, budget_batches, generate_batch, score_targets
+from .translation import (
+    BATCH_TOKENS,
+    TokenScores,
+    budget_batches,
+    generate_batch,
+    progress_bar,
+    score_targets,
+)
 
 logger = logging.getLogger(__name__)
 
+# transformers 5.17 loads the optimizer of several processes on a CPU to "cpu:0", which torch does
+# not know.
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+)
+
 
 class NonFiniteLossError(RuntimeError):
-    """The loss became infinite or NaN: training has stopped before it could spoil the weights."""
+    """The loss, or a weight, became infinite or NaN: training has stopped."""
 
 
 def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
@@ -100,20 +114,28 @@ class TinyTFMTrainer(Seq2SeqTrainer):
     """A Seq2SeqTrainer for pairs that `data.encode_pairs` made.
 
     Args:
-        *args: See `transformers.Seq2SeqTrainer`.
+        model: The model to train or to score.
+        args: The Trainer's arguments; their `per_device_eval_batch_size` is not used.
         max_tokens: Token budget of a process's micro-batch, padding included; None: batches of
             `args.per_device_train_batch_size` rows.
-        noam: Whether the learning rate follows the paper's schedule, from `args.warmup_steps`.
+        noam: Whether the learning rate follows the paper's schedule, from `args.warmup_steps`, and
+            not `args.lr_scheduler_type` and `args.learning_rate`.
         metrics: Names of text metrics; with any, evaluation generates.
         generation: Arguments of generate() in evaluation.
         eval_batch_tokens: Token budget of a batch in evaluation.
-        **kwargs: See `transformers.Seq2SeqTrainer`. An evaluation set has the columns `source`,
-            `references`, `input_ids` and `labels`.
+        **kwargs: See `transformers.Seq2SeqTrainer`. An evaluation set has the columns `input_ids`
+            and `labels` and, for text metrics, `references`.
+
+    Raises:
+        ValueError: If the training set cannot be shared out in batches: see
+            `data.PairBatchSampler`.
     """
 
     def __init__(
         self,
-        *args: Any,
+        model: PreTrainedModel,
+        args: Seq2SeqTrainingArguments,
+        *,
         max_tokens: int | None = None,
         noam: bool = False,
         metrics: Sequence[str] = (),
@@ -121,7 +143,10 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         eval_batch_tokens: int = BATCH_TOKENS,
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        use_cache = model.config.use_cache
+        super().__init__(model, args, **kwargs)
+        # The Trainer turned it off, in all checkpoints too. In training the model makes no cache.
+        model.config.use_cache = use_cache
         self.model: Any
         self.processing_class: Any
         self.max_tokens = max_tokens
@@ -132,8 +157,9 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         self.smoothing = self.args.label_smoothing_factor
         # The Trainer's smoother takes the labels away from the model, in evaluation too.
         self.label_smoother = None
-        self.sampler: PairBatchSampler | None = None
+        self.update_loss = torch.zeros((), device=self.args.device)
         self.signatures: dict[str, str] = {}
+        self.sampler: PairBatchSampler | None = None
         if self.train_dataset is not None:
             self.sampler = self._make_sampler()
             self.add_callback(EpochCallback(self.sampler))
@@ -141,52 +167,62 @@ class TinyTFMTrainer(Seq2SeqTrainer):
     # Batches
 
     def _make_sampler(self) -> PairBatchSampler:
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"one process has {self.args.n_gpu} GPUs: start a process for each (torchrun "
+                f"--nproc_per_node {self.args.n_gpu}), or let it see one (CUDA_VISIBLE_DEVICES=0)"
+            )
         source_lengths, target_lengths = token_lengths(self.train_dataset)
-        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-        batch_size = self._train_batch_size if self.max_tokens is None else None
+        batch_size = self.args.per_device_train_batch_size if self.max_tokens is None else None
         return PairBatchSampler(
             source_lengths,
             target_lengths,
             max_tokens=self.max_tokens,
             batch_size=batch_size,
-            seed=seed,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             num_replicas=self.args.world_size,
             rank=self.args.process_index,
         )
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of this process; not prepared by accelerate, which would share them out again."""
-        dataset = self._remove_unused_columns(self.train_dataset, description="training")
+        if self.sampler is None:
+            raise ValueError("train_dataset=None: there is nothing to train on")
         return DataLoader(
-            dataset,
+            self._remove_unused_columns(self.train_dataset, description="training"),
             batch_sampler=self.sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            prefetch_factor=self.args.dataloader_prefetch_factor,
             persistent_workers=self.args.dataloader_persistent_workers,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            in_order=self.args.dataloader_in_order,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            generator=torch.Generator(),  # takes nothing from the one that dropout draws from
         )
 
-    # The paper's schedule and loss
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            # Resumed from its last checkpoint: the Trainer would make one more update.
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's; under the Noam schedule, which gives the rate itself, of base rate 1."""
-        if self.noam:
-            self.args.learning_rate = 1.0
-        return super().create_optimizer(model) if model is not None else super().create_optimizer()
+    # The paper's schedule and loss
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """The paper's schedule, or the Trainer's."""
-        if not self.noam:
+        optimizer = self.optimizer if optimizer is None else optimizer
+        if not self.noam or optimizer is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        optimizer = optimizer or self.optimizer
-        if self.lr_scheduler is None and optimizer is not None:
-            d_model, warmup = self.model.config.d_model, int(self.args.warmup_steps)
-            self.lr_scheduler = LambdaLR(
-                optimizer, lambda updates: noam_rate(updates + 1, d_model, warmup)
-            )
-            self._created_lr_scheduler = True
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0  # the schedule multiplies it
+        d_model = self.model.config.d_model
+        warmup = self.args.get_warmup_steps(num_training_steps)
+        self.lr_scheduler = LambdaLR(optimizer, lambda n: noam_rate(n + 1, d_model, warmup))
+        self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def compute_loss(
@@ -199,11 +235,11 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         """The model's own loss; in training with label smoothing, the smoothed one."""
         if not (model.training and self.smoothing):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs["labels"]
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
         if "decoder_input_ids" not in inputs:
-            shifted = self.model.prepare_decoder_input_ids_from_labels(labels)
-            inputs = {**inputs, "decoder_input_ids": shifted}
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+        outputs = model(**inputs)
         loss = smoothed_loss(outputs.logits, labels, self.smoothing, num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The number is that of all processes, over which gradients are averaged.
@@ -216,20 +252,28 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """A step of the Trainer, unless its loss is not finite.
+        """A step of the Trainer, unless the loss of its update is not finite.
 
         Raises:
-            NonFiniteLossError: Before the optimizer could use the gradient.
+            NonFiniteLossError: Before the optimizer could use the gradient, on all processes.
         """
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss is {loss.item()} at update {self.state.global_step + 1}. Try a lower "
-                "training.learning_rate or more training.warmup_steps, a lower "
-                "training.max_grad_norm, or training.fp16=false (bf16 has float32's range). "
-                f"Checkpoints in {self.args.output_dir} are from before it"
-            )
+        self.update_loss = self.update_loss + loss
+        if self.accelerator.sync_gradients:
+            # One process that goes on alone would save weights that the others' gradients spoilt.
+            total = self.accelerator.gather(self.update_loss).sum()
+            self.update_loss = torch.zeros_like(loss)
+            if not torch.isfinite(total):
+                step = self.state.global_step + 1
+                raise self._non_finite(f"the loss of update {step} is {total.item()}")
         return loss
+
+    def _non_finite(self, what: str) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"{what}. Try a lower training.learning_rate or more training.warmup_steps, a lower "
+            "training.max_grad_norm, or training.fp16=false (bf16 has float32's range). "
+            f"Checkpoints in {self.args.output_dir} are from before it"
+        )
 
     # Evaluation
 
@@ -263,7 +307,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         """Scores a set, sharing its rows out among the processes.
 
         Args:
-            dataset: With the columns `source`, `references`, `input_ids` and `labels`.
+            dataset: With the columns `input_ids`, `labels` and, for text metrics, `references`.
             prefix: Put before the names of the figures.
 
         Returns:
@@ -272,9 +316,14 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         mine = range(self.args.process_index, len(dataset), self.args.world_size)
         own = dataset.select(mine) if self.args.world_size > 1 else dataset
         sources, targets = own["input_ids"][:], own["labels"][:]
-        with self.autocast_smart_context_manager():
-            part = score_targets(self.model, sources, targets, batch_tokens=self.eval_batch_tokens)
-            texts = self._generate(sources) if self.metric_names else None
+        part = score_targets(
+            self.model,
+            sources,
+            targets,
+            batch_tokens=self.eval_batch_tokens,
+            show_progress=self._show_progress(),
+        )
+        texts = self._generate(sources) if self.metric_names else None
         if self.args.world_size > 1:
             part = sum(gather_object([part]), TokenScores())
             pairs = gather_object(list(zip(mine, texts, strict=True))) if texts is not None else []
@@ -294,14 +343,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
 
     def _generate(self, sources: Sequence[Sequence[int]]) -> list[str]:
         texts = [""] * len(sources)
-        progress = tqdm(
-            total=len(sources),
-            desc="Generating",
-            unit="line",
-            leave=False,
-            disable=None if self.is_world_process_zero() else True,
-        )
-        with progress:
+        with progress_bar("Generating", len(sources), self._show_progress()) as progress:
             for rows in budget_batches([len(ids) for ids in sources], self.eval_batch_tokens):
                 batch = [sources[row] for row in rows]
                 best = generate_batch(self.model, self.processing_class, batch, **self.generation)
@@ -310,102 +352,102 @@ class TinyTFMTrainer(Seq2SeqTrainer):
                 progress.update(len(rows))
         return texts
 
+    def _show_progress(self) -> bool | None:
+        return None if self.is_world_process_zero() and not self.args.disable_tqdm else False
+
     # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        weights = self.model.state_dict() if state_dict is None else state_dict
+        if not all(torch.isfinite(weight).all() for weight in weights.values()):
+            # The last good checkpoint may be deleted for this one.
+            raise self._non_finite(
+                f"update {self.state.global_step} left weights that are not finite"
+            )
         super()._save(output_dir, state_dict)
-        if self.args.should_save and self.processing_class is not None:
-            mend_tokenizer_class(output_dir or str(self.args.output_dir))
+        folder = Path(output_dir or str(self.args.output_dir))
+        if self.args.should_save and (folder / "tokenizer_config.json").is_file():
+            mend_tokenizer_class(folder)
 
 
 def checkpoint_step(folder: Path) -> int:
     """The update after which the Trainer wrote a `checkpoint-N`."""
-    return int(folder.name.rpartition("-")[2])
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, complete or not."""
-    folders = [
-        folder
-        for folder in Path(run).glob("checkpoint-*")
-        if folder.is_dir() and folder.name.rpartition("-")[2].isdigit()
-    ]
-    return sorted(folders, key=checkpoint_step)
+    folders = [path for path in Path(run).glob("checkpoint-*") if path.is_dir()]
+    numbered = [path for path in folders if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(numbered, key=checkpoint_step)
 
 
-def what_is_missing(checkpoint: str | Path, world_size: int = 1) -> str | None:
-    """Why a run cannot be resumed from a checkpoint, e.g. because it was killed while writing it.
+def what_is_missing(checkpoint: str | Path, world_size: int | None = None) -> str | None:
+    """Why a checkpoint cannot be used, e.g. because the run was killed while writing it.
 
     Args:
         checkpoint: A folder that the Trainer wrote.
-        world_size: Number of processes that are to resume.
+        world_size: Number of processes that are to resume from it; None: only its weights are used.
 
     Returns:
         The first fault in words, or None if the checkpoint is complete.
     """
-    folder = Path(checkpoint)
-    generators = ["rng_state.pth"]
-    if world_size > 1:
-        generators = [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    try:
-        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        with safe_open(folder / "model.safetensors", "pt"):
-            pass
-        for name in ("optimizer.pt", "scheduler.pt", *generators):
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if not zipfile.is_zipfile(folder / name):
-                return f"{name} is cut off"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name if error.filename else error} is missing"
-    except (ValueError, OSError, SafetensorError) as error:
-        return f"it holds a damaged file ({error})"
+    names = ["config.json", "model.safetensors", "trainer_state.json"]
+    if world_size is not None:
+        names += ["optimizer.pt", "scheduler.pt"]
+        ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
+        names += [f"rng_state{rank}.pth" for rank in ranks]
+    for name in names:
+        file = Path(checkpoint) / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if not _is_whole(file):
+            return f"{name} is cut off"
     return None
 
 
+def _is_whole(file: Path) -> bool:
+    """Whether a file of a checkpoint was written to its end."""
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass
+        else:
+            return zipfile.is_zipfile(file)
+    except (ValueError, SafetensorError):
+        return False
+    return True
+
+
 def last_complete_checkpoint(run: str | Path, world_size: int = 1) -> Path | None:
-    """The newest checkpoint that can be resumed from; others are passed over with a warning."""
-    for folder in reversed(checkpoints(run)):
+    """The newest checkpoint that can be resumed from; others are passed over with a warning.
+
+    Args:
+        run: The folder of the run.
+        world_size: Number of processes that are to resume.
+
+    Raises:
+        ValueError: If another number of processes, which share the rows out otherwise, wrote them.
+    """
+    folders = checkpoints(run)[::-1]
+    for folder in folders:
         fault = what_is_missing(folder, world_size)
         if fault is None:
             return folder
         logger.warning("%s is not complete (%s): passed over", folder, fault)
+    for folder in folders:
+        writers = len(list(folder.glob("rng_state*.pth")))
+        if writers and what_is_missing(folder, writers) is None:
+            raise ValueError(
+                f"{folder} was written by {writers} processes and cannot be resumed by {world_size}"
+            )
     return None
 
 
-def best_checkpoints(
-    run: str | Path, count: int, metric: str = "loss", greater_is_better: bool = False
-) -> list[Path]:
-    """The `count` complete checkpoints of a run that validated best.
-
-    Args:
-        run: The folder of the run.
-        count: How many.
-        metric: The figure that decides, with or without `eval_`.
-        greater_is_better: Whether a higher figure is better.
-
-    Raises:
-        ValueError: If fewer checkpoints were evaluated with that metric.
-    """
-    folders = [folder for folder in checkpoints(run) if what_is_missing(folder) is None]
-    name = f"eval_{metric.removeprefix('eval_')}"
-    values: dict[int, float] = {}
-    if folders:
-        state = TrainerState.load_from_json(str(folders[-1] / "trainer_state.json"))
-        values = {entry["step"]: entry[name] for entry in state.log_history if name in entry}
-    evaluated = [folder for folder in folders if checkpoint_step(folder) in values]
-    if len(evaluated) < count:
-        raise ValueError(
-            f"{run} holds {len(evaluated)} checkpoints with an {name}, not {count}: evaluate "
-            "whenever a checkpoint is saved, and keep more of them (training.save_total_limit)"
-        )
-    sign = -1 if greater_is_better else 1
-    return sorted(evaluated, key=lambda folder: sign * values[checkpoint_step(folder)])[:count]
-
-
 def last_checkpoints(run: str | Path, count: int) -> list[Path]:
-    """The `count` newest complete checkpoints of a run.
+    """The `count` newest complete checkpoints of a run, oldest first.
 
     Raises:
         ValueError: If there are fewer.
@@ -419,6 +461,38 @@ def last_checkpoints(run: str | Path, count: int) -> list[Path]:
     return folders[-count:]
 
 
+def best_checkpoints(
+    run: str | Path, count: int, metric: str = "loss", greater_is_better: bool = False
+) -> list[Path]:
+    """The `count` complete checkpoints of a run that validated best, best first.
+
+    Args:
+        run: The folder of the run.
+        count: How many.
+        metric: The figure that decides, with or without `eval_`.
+        greater_is_better: Whether a higher figure is better.
+
+    Raises:
+        ValueError: If fewer checkpoints were evaluated with that metric.
+    """
+    name = f"eval_{metric.removeprefix('eval_')}"
+    folders = [folder for folder in checkpoints(run) if what_is_missing(folder) is None]
+    values: dict[int, float] = {}
+    for folder in folders[-1:]:  # the last one remembers all
+        history = TrainerState.load_from_json(str(folder / "trainer_state.json")).log_history
+        values = {entry["step"]: entry[name] for entry in history if name in entry}
+    evaluated = [f for f in folders if not math.isnan(values.get(checkpoint_step(f), math.nan))]
+    if len(evaluated) < count:
+        raise ValueError(
+            f"{run} holds {len(evaluated)} checkpoints with an {name}, not {count}: evaluate "
+            "whenever a checkpoint is saved, and keep more of them (training.save_total_limit)"
+        )
+    best_first = sorted(
+        evaluated, key=lambda folder: values[checkpoint_step(folder)], reverse=greater_is_better
+    )
+    return best_first[:count]
+
+
 def average_checkpoints(folders: Sequence[str | Path]) -> PreTrainedModel:
     """The model whose weights are the mean of several checkpoints' (section 6.1).
 
@@ -426,25 +500,29 @@ def average_checkpoints(folders: Sequence[str | Path]) -> PreTrainedModel:
         folders: Checkpoints of one run.
 
     Returns:
-        The last checkpoint's model with the mean weights, summed in float64.
+        The last checkpoint's model with the mean weights, computed in float64.
 
     Raises:
         ValueError: If there is none, or if they are not of one model.
     """
     if not folders:
         raise ValueError("no checkpoints to average")
-    model = AutoModelForSeq2SeqLM.from_pretrained(folders[-1])
-    mean: dict[str, Tensor] = {}
-    for folder in folders:
-        weights = load_file(Path(folder) / "model.safetensors")
-        if mean and {name: w.shape for name, w in weights.items()} != {
-            name: w.shape for name, w in mean.items()
-        }:
-            raise ValueError(f"{folder} holds weights of another model than {folders[0]}")
-        for name, weight in weights.items():
-            mean[name] = mean.get(name, 0) + weight.double() / len(folders)
-    missing, unexpected = model.load_state_dict(mean, strict=False)
-    lacking = set(missing) - set(model.get_expanded_tied_weights_keys(all_submodels=True))
-    if lacking or unexpected:
-        raise ValueError(f"{folders[-1]}: weights {sorted(lacking) or unexpected} do not fit")
+    paths = [Path(folder) for folder in folders]
+    configs = [json.loads((path / "config.json").read_text(encoding="utf-8")) for path in paths]
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path / "model.safetensors", "pt")) for path in paths]
+        shapes = [
+            {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+            for file in files
+        ]
+        for path, config, shape in zip(paths, configs, shapes, strict=True):
+            config.pop("transformers_version", None)
+            if config != configs[0] or shape != shapes[0]:
+                raise ValueError(f"{path} holds another model than {paths[0]}")
+        mean = {
+            name: torch.stack([file.get_tensor(name) for file in files]).double().mean(0)
+            for name in shapes[0]
+        }
+    model = AutoModelForSeq2SeqLM.from_pretrained(paths[-1], trust_remote_code=False)
+    model.load_state_dict(mean, strict=False)  # what it lacks is tied to what it has
     return model
