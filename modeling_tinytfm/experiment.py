@@ -904,9 +904,8 @@ def score_model(
             generation={} if num_beams is None else {"num_beams": num_beams},
             eval_batch_tokens=data.max_tokens or BATCH_TOKENS,
         )
-        # In training accelerate has put this around the model's forward.
-        with trainer.accelerator.autocast():
-            scores, _ = trainer.score(with_texts(encoded, rows), prefix)
+        trainer.accelerator.prepare_model(model, evaluation_mode=True)  # to its precision
+        scores, _ = trainer.score(with_texts(encoded, rows), prefix)
     signatures = {f"{prefix}_{name}_signature": text for name, text in trainer.signatures.items()}
     return {**scores, **signatures}
 

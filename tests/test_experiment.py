@@ -1,5 +1,6 @@
 """Tests of modeling_tinytfm.experiment: a recipe, run, leaves a folder that loads anywhere."""
 
+import gc
 import json
 import logging
 import math
@@ -58,14 +59,25 @@ RECIPE = {
 }
 
 
+draw_curves = experiment.draw_curves
+
+
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
     """A working folder and a cache of its own, and nothing left of what a run sets."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    # What takes longest in runs as small as these: curves, and searching all objects for garbage.
+    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
+    gc.freeze()
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def with_curves(monkeypatch):
+    monkeypatch.setattr(experiment, "draw_curves", draw_curves)
 
 
 @pytest.fixture
@@ -95,6 +107,26 @@ def write_pairs(path: Path, count: int = 60, more: str = "") -> None:
     path.write_text("".join(f"{text}\t{text[::-1]}\n" for text in strings) + more)
 
 
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("finished")
+    write_pairs(home / "pairs.tsv")
+    document = {**RECIPE, "data": {"train_file": str(home / "pairs.tsv")}}
+    (home / "tiny.yaml").write_text(yaml.safe_dump(document))
+    run_recipe(load_recipe(home / "tiny.yaml", [f"training.output_dir={home / 'run'}"]))
+    kept = home / "run" / "recipe.yaml"
+    text = kept.read_text().replace(str(home / "run"), "outputs/tiny")
+    kept.write_text(text.replace(f"{home}/", ""))
+    return home / "run"
+
+
+@pytest.fixture
+def finished(finished_once, recipe) -> Path:
+    """What `run_recipe(recipe())` leaves."""
+    recipe()
+    return Path(shutil.copytree(finished_once, "outputs/tiny"))
+
+
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
@@ -118,7 +150,7 @@ def files(folder: str | Path) -> dict[str, bytes]:
     }
 
 
-def test_a_run_leaves_everything_in_its_folder(recipe, said):
+def test_a_run_leaves_everything_in_its_folder(recipe, said, with_curves):
     scores = run_recipe(recipe(), said.append)
     folder = Path("outputs/tiny")
     names = {path.name for path in folder.iterdir()}
@@ -277,8 +309,8 @@ def test_predictions_are_left_without_any_metric(recipe, said):
     assert said[-1].count("->") == 3
 
 
-def test_a_finished_run_is_reported_and_left(recipe, said):
-    scores = run_recipe(recipe(), said.append)
+def test_a_finished_run_is_reported_and_left(recipe, said, finished):
+    scores = json.loads((finished / "all_results.json").read_text())
     before = files("outputs/tiny")
     for overrides in ([], ["training.resume_from_checkpoint=true"], ["threads=2"]):
         said.clear()
@@ -290,8 +322,10 @@ def test_a_finished_run_is_reported_and_left(recipe, said):
     assert files("outputs/tiny") == before
 
 
-def test_an_unfinished_run_asks_for_resume_and_ends_as_if_never_killed(recipe, said, monkeypatch):
-    def killed(*_):
+def test_an_unfinished_run_asks_for_resume_and_ends_as_if_never_killed(
+    recipe, said, monkeypatch, with_curves
+):
+    def killed(*_, **__):
         raise KeyboardInterrupt
 
     overrides = ["model.dropout=0.3", "training.max_steps=6", "training.lr_scheduler_type=constant"]
@@ -376,16 +410,14 @@ def test_a_checkpoint_may_be_named(recipe, said):
 
 
 @pytest.mark.parametrize("extra", [[], ["training.resume_from_checkpoint=true"]])
-def test_another_recipes_folder_is_refused(recipe, said, extra):
-    run_recipe(recipe(), said.append)
+def test_another_recipes_folder_is_refused(recipe, said, extra, finished):
     before = files("outputs/tiny")
     with pytest.raises(ValueError, match=r"another recipe \(it differs in training.seed\)"):
         run_recipe(recipe("training.seed=7", *extra))
     assert files("outputs/tiny") == before
 
 
-def test_overwrite_moves_the_old_folder_aside(recipe, said):
-    run_recipe(recipe(), said.append)
+def test_overwrite_moves_the_old_folder_aside(recipe, said, finished):
     first = files("outputs/tiny")
     run_recipe(recipe("training.overwrite=true", "training.seed=7"), said.append)
     assert "outputs/tiny was moved to outputs/tiny.1" in said
@@ -399,8 +431,7 @@ def test_overwrite_moves_the_old_folder_aside(recipe, said):
     load_recipe("outputs/tiny/recipe.yaml", ["training.resume_from_checkpoint=true"])
 
 
-def test_overwrite_trains_a_new_vocabulary(recipe, said):
-    run_recipe(recipe(), said.append)
+def test_overwrite_trains_a_new_vocabulary(recipe, said, finished):
     run_recipe(
         recipe("training.overwrite=true", "tokenizer.kind=character", "tokenizer.vocab_size=15"),
         said.append,
@@ -408,8 +439,7 @@ def test_overwrite_trains_a_new_vocabulary(recipe, said):
     assert len(AutoTokenizer.from_pretrained("outputs/tiny")) == 15
 
 
-def test_nothing_is_moved_or_claimed_before_everything_is_checked(recipe, said):
-    run_recipe(recipe(), said.append)
+def test_nothing_is_moved_or_claimed_before_everything_is_checked(recipe, said, finished):
     before = files("outputs")
     with pytest.raises(ValueError, match="vocab_size"):
         run_recipe(
@@ -848,16 +878,14 @@ def test_scoring_in_bf16_gives_the_same_figures(recipe, said):
     assert {name: scores[name] for name in again} == again
 
 
-def test_a_model_without_a_recipe_is_scored_on_a_file(recipe, said):
-    run_recipe(recipe(), said.append)
+def test_a_model_without_a_recipe_is_scored_on_a_file(recipe, said, finished):
     Path("outputs/tiny/recipe.yaml").unlink()
     with pytest.raises(OSError, match=r"holds no recipe\.yaml"):
         score_model("outputs/tiny")
     assert "file_bleu" in score_model("outputs/tiny", file="pairs.tsv")
 
 
-def test_unusable_models_are_refused(recipe, said):
-    run_recipe(recipe(), said.append)
+def test_unusable_models_are_refused(recipe, said, finished):
     with pytest.raises(ValueError, match="metric 'blue' is none of"):
         score_model("outputs/tiny", metrics=["blue"])
     (Path("outputs/tiny") / "model.safetensors").write_bytes(b"\x08")
@@ -909,8 +937,7 @@ def test_averages_are_saved_as_models(recipe, said):
         ("new", {"best": -1}, "-1 checkpoints cannot be averaged"),
     ],
 )
-def test_averages_that_cannot_be_made(recipe, said, output, chosen, message):
-    run_recipe(recipe(), said.append)
+def test_averages_that_cannot_be_made(recipe, said, output, chosen, message, finished):
     before = files(".")
     with pytest.raises(ValueError, match=message):
         save_average(Path("outputs/tiny"), Path(output), **chosen)

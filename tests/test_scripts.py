@@ -1,5 +1,6 @@
 """Tests of scripts/: what a person types, reads and pipes."""
 
+import gc
 import hashlib
 import importlib.util
 import io
@@ -53,6 +54,8 @@ def surroundings(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     # Bars of less than a second, which a process of its own does not show.
     datasets.disable_progress_bars()
+    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
+    gc.freeze()  # the Trainer searches all objects for garbage
     yield
     datasets.enable_progress_bars()
     torch.set_num_threads(1)
@@ -681,7 +684,7 @@ def test_a_broken_pipe_is_silent(environment, reverser_folder):
     assert finished.stderr == b""
 
 
-@pytest.mark.parametrize("redirected", [False, True])
+@pytest.mark.parametrize("redirected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_prompt_on_a_terminal(environment, reverser_folder, redirected):
     terminal, end = pty.openpty()
     with open("out.txt", "wb") as file:
@@ -800,7 +803,7 @@ def loading_snippet() -> str:
     return snippet
 
 
-@pytest.mark.parametrize("part", ["", "checkpoint-6"])
+@pytest.mark.parametrize("part", ["", pytest.param("checkpoint-6", marks=pytest.mark.slow)])
 def test_b43_a_run_loads_where_this_package_is_not(finished, elsewhere, tmp_path, part):
     shutil.copytree(finished / part, tmp_path / "outputs" / "reverse")
     output = elsewhere(loading_snippet())
