@@ -356,7 +356,7 @@ def test_a_value_given_to_from_pretrained_is_refused_by_the_model(tmp_path):
         TinyTFMModel.from_pretrained(tmp_path, d_model=33)
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "quick"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "quick", "paged|eager"])
 def test_an_attention_implementation_that_is_not_there(name):
     with pytest.raises(ValueError, match=f"(?i){name[:5]}"):
         TinyTFMModel(tiny_config(attn_implementation=name))

@@ -234,14 +234,64 @@ def test_b10_every_dropout_at_one_leaves_the_residual_path(norm_first, attention
 @both_implementations
 @pytest.mark.parametrize("dropout", ["dropout", "attention_dropout", "activation_dropout"])
 def test_b10_place_of_each_dropout(dropout, attention):
-    model = tiny_model(TinyTFMModel, attn_implementation=attention, **{dropout: 1.0}, **ENCODER)
-    layer, x = model.train().encoder.layers[0], torch.randn(2, 5, 32)
-    attended, fed = layer.self_attn(x)[0], layer.feed_forward(x)
-    first = model(token_ids(2, 5), output_hidden_states=True).hidden_states[0]
-    assert attended.eq(layer.self_attn.out_proj.bias).all() == (dropout == "attention_dropout")
-    assert fed.eq(layer.fc2.bias).all() == (dropout == "activation_dropout")
-    assert first.eq(0).all() == (dropout == "dropout")  # the sum of embedding and position
-    assert model.eval()(token_ids(2, 5)).last_hidden_state.ne(0).any()
+    model = tiny_model(TinyTFMModel, attn_implementation=attention, **{dropout: 1.0}).train()
+    batch = batch_of("encoder-decoder", 5, 4)
+    outputs = model(**batch, output_hidden_states=True)
+    x = torch.randn(2, 5, 32)
+    for stack, states in (
+        (model.encoder, outputs.encoder_hidden_states),
+        (model.decoder, outputs.decoder_hidden_states),
+    ):
+        layer = stack.layers[0]
+        attended, fed = layer.self_attn(x)[0], layer.feed_forward(x)
+        assert attended.eq(layer.self_attn.out_proj.bias).all() == (dropout == "attention_dropout")
+        assert fed.eq(layer.fc2.bias).all() == (dropout == "activation_dropout")
+        assert states[0].eq(0).all() == (dropout == "dropout")  # embedding and position, summed
+    assert model.eval()(**batch).last_hidden_state.ne(0).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("relu", F.relu), ("gelu", F.gelu), ("silu", F.silu), ("tanh", torch.tanh)],
+)
+def test_activation_function(name, function):
+    model = tiny_model(TinyTFMModel, activation_function=name)
+    for stack in (model.encoder, model.decoder):
+        layer, x = stack.layers[1], torch.randn(2, 5, 32)
+        close(layer.feed_forward(x), layer.fc2(function(layer.fc1(x))))
+
+
+@pytest.mark.parametrize(("scale_embedding", "factor"), [(True, math.sqrt(32)), (False, 1.0)])
+def test_scale_of_the_embeddings(scale_embedding, factor):
+    model = tiny_model(TinyTFMModel, scale_embedding=scale_embedding)
+    batch = batch_of("encoder-decoder", 7, 7)
+    outputs = model(**batch, output_hidden_states=True)
+    for states, ids in (
+        (outputs.encoder_hidden_states, batch["input_ids"]),
+        (outputs.decoder_hidden_states, batch["decoder_input_ids"]),
+    ):
+        positions = sinusoids(torch.arange(ids.shape[1]), 32)
+        close(states[0], model.shared(ids) * factor + positions)
+
+
+def test_each_stack_has_its_own_sizes():
+    model = tiny_model(
+        TinyTFMModel,
+        encoder_layers=1,
+        decoder_layers=3,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=80,
+        encoder_attention_heads=2,
+        decoder_attention_heads=8,
+    )
+    for stack, layers, ffn_dim, heads in ((model.encoder, 1, 48, 2), (model.decoder, 3, 80, 8)):
+        assert len(stack.layers) == layers
+        for layer in stack.layers:
+            assert layer.fc1.weight.shape == (ffn_dim, 32)
+            assert layer.fc2.weight.shape == (32, ffn_dim)
+            assert layer.self_attn.num_heads == heads
+            assert layer.self_attn.head_dim == 32 // heads
+    assert all(layer.encoder_attn.num_heads == 8 for layer in model.decoder.layers)
 
 
 @pytest.mark.parametrize("dropout", ["dropout", "attention_dropout", "activation_dropout"])

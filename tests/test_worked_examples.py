@@ -152,7 +152,9 @@ def test_04_width_of_a_head():
         TinyTFMConfig(d_model=130)
 
 
-@pytest.mark.parametrize(("source_length", "target_length"), [(7, 3), (3, 7), (1, 5), (5, 1)])
+@pytest.mark.parametrize(
+    ("source_length", "target_length"), [(7, 3), (3, 7), (1, 5), (5, 1), (4, 4)]
+)
 def test_05_cross_attention_over_another_length(source_length, target_length):
     layer = attention()
     target, memory = torch.randn(2, target_length, 32), torch.randn(2, source_length, 32)
