@@ -3,6 +3,7 @@
 This file travels with every pushed model: it imports only the standard library and transformers.
 """
 
+import copy
 import difflib
 import inspect
 import math
@@ -179,7 +180,16 @@ class TinyTFMConfig(PretrainedConfig):
         for name in FIELDS:
             if name in self.__dict__:
                 saved[name] = getattr(self, name)
+        saved["auto_map"] = auto_map(self.is_encoder_decoder, self.is_decoder)
         return saved
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None):
+        """Returns this config; for a decoder beside an encoder, one that sizes its cache."""
+        if not (decoder and not encoder and self.is_encoder_decoder):
+            return self
+        config = copy.copy(self)
+        config.is_decoder = True
+        return config
 
     # transformers sizes a decoder's cache by these two; an attribute_map could name one stack only.
     @property
@@ -343,5 +353,6 @@ def refuse_misspelt(names: dict[str, object]) -> None:
     """Raises ValueError for a keyword that is no field but looks like one (`d_modle`, `droput`)."""
     for name in names:
         nearest = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
-        if nearest and not hasattr(TinyTFMConfig, name):
+        # Longer names are what other tools keep in a config, such as `layer_norm_epsilon`.
+        if nearest and not name.startswith(nearest[0]) and not hasattr(TinyTFMConfig, name):
             raise ValueError(f"TinyTFMConfig has no field {name!r}; did you mean {nearest[0]!r}?")

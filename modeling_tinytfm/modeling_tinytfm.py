@@ -13,6 +13,7 @@ A mask is True (1) where a query may look.
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
@@ -242,8 +244,11 @@ def padding_mask(
 # Section 3.3: position-wise feed-forward networks
 
 
-class TinyTFMLayer(nn.Module):
-    """What encoder and decoder layers have in common: self-attention and feed-forward."""
+class TinyTFMLayer(GradientCheckpointingLayer):
+    """What encoder and decoder layers have in common: self-attention and feed-forward.
+
+    With gradient checkpointing, transformers runs a layer once more for its backward pass.
+    """
 
     def __init__(self, config: TinyTFMConfig, num_heads: int, ffn_dim: int, layer_idx: int = 0):
         super().__init__()
@@ -430,7 +435,6 @@ class TinyTFMStack(nn.Module):
     """What encoder and decoder have in common: positions, layers, an optional final norm."""
 
     embed_tokens: nn.Embedding
-    _gradient_checkpointing_func: Callable  # set by transformers
 
     def __init__(self, config: TinyTFMConfig, layers: Sequence[nn.Module]):
         super().__init__()
@@ -443,7 +447,6 @@ class TinyTFMStack(nn.Module):
         self.layer_norm: nn.Module = nn.Identity()
         if config.norm_first or config.add_final_layer_norm:
             self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.gradient_checkpointing = False
 
     def embed(
         self, prefix: str, input_ids: Tensor | None, inputs_embeds: Tensor | None, look: bool = True
@@ -474,12 +477,8 @@ class TinyTFMStack(nn.Module):
         hidden_states, weights = [], []
         for layer in self.layers:
             hidden_states.append(x_BLD)
-            if self.gradient_checkpointing and self.training:
-                outputs = self._gradient_checkpointing_func(layer.__call__, x_BLD, *args)
-            else:
-                outputs = layer(x_BLD, *args)
-            x_BLD = outputs[0]
-            weights.append(outputs[1:])
+            x_BLD, *layer_weights = layer(x_BLD, *args)
+            weights.append(layer_weights)
         x_BLD = self.layer_norm(x_BLD)
         return x_BLD, (*hidden_states, x_BLD), list(zip(*weights, strict=True))
 
@@ -589,7 +588,7 @@ class TinyTFMDecoder(TinyTFMStack):
 
     def prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """The given cache in the form that this decoder needs, or a new one, or none."""
-        if self.gradient_checkpointing and self.training:
+        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing runs layers twice, which would extend the cache twice: "
@@ -826,6 +825,14 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
         setattr(module, name, value)
         self.tie_weights()
 
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """The encoder; the model itself where there is none, as transformers does."""
+        return getattr(self.base_model, "encoder", self)
+
+    def get_decoder(self) -> nn.Module:
+        """The decoder; the model itself where there is none."""
+        return getattr(self.base_model, "decoder", self)
+
     def resize_token_embeddings(
         self,
         new_num_tokens: int | None = None,
@@ -842,8 +849,8 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: If a special token would lie outside the vocabulary.
         """
-        if new_num_tokens is not None or pad_to_multiple_of is not None:
-            multiple = pad_to_multiple_of or 1
+        multiple = given(pad_to_multiple_of, 1)
+        if isinstance(multiple, int):  # transformers refuses others
             changed = copy.deepcopy(self.config)
             changed.vocab_size = (
                 -(-given(new_num_tokens, changed.vocab_size) // multiple) * multiple
@@ -928,8 +935,11 @@ class TinyTFMModel(TinyTFMPreTrainedModel):
         Raises:
             ValueError: Naming the argument, if inputs contradict each other or the config.
         """
-        cache = given(cache, past_key_values)
         config = self.config
+        cache = given(cache, past_key_values)
+        if past_key_values is not None and CACHE == "cache":
+            message = "`past_key_values` is deprecated: it is `cache` now"
+            warnings.warn(message, FutureWarning, stacklevel=2)
         wanted = {
             "output_attentions": given(output_attentions, config.output_attentions),
             "output_hidden_states": given(output_hidden_states, config.output_hidden_states),
@@ -1273,18 +1283,23 @@ class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
             labels: The tokens themselves [B, L]: logits at t are scored against the label at t + 1;
                 -100 is ignored.
             num_items_in_batch: What the summed loss is divided by: see `mean_loss`.
+            **inputs: May hold `shift_labels` [B, L] in place of labels: the label of each logit.
 
         Returns:
             Logits [B, L, V] and, with labels, the mean loss in nats.
         """
-        if labels is not None:
+        # No argument by name: the Trainer takes all that are named after labels to be needed.
+        shift_labels = inputs.pop("shift_labels", None)
+        if shift_labels is None and labels is not None:
             check_labels(labels, self.config.vocab_size)
+            shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        loss = None
+        if shift_labels is not None:
+            check_labels(shift_labels, self.config.vocab_size)
             inputs["use_cache"] = inputs.get("use_cache") or False
         outputs = self.model(input_ids, attention_mask, return_dict=True, **inputs)
         logits_BLV = self.lm_head(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            next_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
-            loss = token_loss(logits_BLV, next_labels, num_items_in_batch)
+        if shift_labels is not None:
+            loss = token_loss(logits_BLV, shift_labels, num_items_in_batch)
         fields = {name: outputs[name] for name in outputs if name != "last_hidden_state"}
         return CausalLMOutputWithPast(loss=loss, logits=logits_BLV, **fields)

@@ -274,6 +274,8 @@ def as_dict() -> dict:
     return {"return_dict_in_generate": True, "output_scores": True}
 
 
+# The old name is still right on transformers before 5.24.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_names_of_the_cache_are_understood(shape, name):

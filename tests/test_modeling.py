@@ -696,7 +696,7 @@ def test_a_mask_of_new_tokens_only_is_refused_beside_a_cache(shape):
     batch["input_ids" if shape == "decoder" else "decoder_input_ids"] = token_ids(2, 2)
     past = 6 if shape == "decoder" else 5
     with pytest.raises(ValueError, match=rf"{name} has shape \(2, 2\).*\(2, {past + 2}\)"):
-        model(**{**batch, name: torch.ones(2, 2)}, past_key_values=cache_of(first))
+        model(**{**batch, name: torch.ones(2, 2)}, cache=cache_of(first))
 
 
 def cache_of(outputs):
@@ -1186,7 +1186,6 @@ def test_padded_features_change_nothing(shape, side):
             r"attention_mask .*\(2, 6\).*\(2, 7\)",
         ),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("shape", ["encoder", "encoder-decoder"])
 def test_feature_errors(shape, inputs, message):
@@ -1527,16 +1526,15 @@ def test_b28_checkpointed_gradients_are_the_same(shape, norm_first, how):
     expected = gradients(model, loss)
     assert all(gradient is not None for gradient in expected.values())
     model.gradient_checkpointing_enable(**how)
-    stacks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
-    assert len(stacks) == (2 if shape == "encoder-decoder" else 1)
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
+    assert len(layers) == (4 if shape == "encoder-decoder" else 2)
     calls = []
-    for stack in stacks:
-        for layer in stack.layers:
-            layer.fc1.register_forward_hook(lambda *_: calls.append(1))
+    for layer in layers:
+        layer.fc1.register_forward_hook(lambda *_: calls.append(1))
     again = model(**batch).loss
     close(again, loss, 1e-6)
     found = gradients(model, again)
-    assert len(calls) == 2 * sum(len(stack.layers) for stack in stacks)  # each runs twice
+    assert len(calls) == 2 * len(layers)  # each runs twice
     for name, gradient in found.items():
         close(gradient, expected[name], 1e-6)
     model.gradient_checkpointing_disable()
@@ -1559,7 +1557,7 @@ def test_b28_a_cache_beside_checkpointing_is_refused():
     model.gradient_checkpointing_enable()
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(ValueError, match="gradient checkpointing"):
-        model(**batch_of("encoder-decoder", 7, 4), past_key_values=cache)
+        model(**batch_of("encoder-decoder", 7, 4), cache=cache)
 
 
 @old_checkpointing_name
@@ -1754,7 +1752,7 @@ CALL_ERRORS = {
         "input_features .*input_feature_size",
     ),
     "a cache of tuples": (
-        {"input_ids": ids(2, 5), "decoder_input_ids": ids(2, 1)} | {"past_key_values": ((), ())},
+        {"input_ids": ids(2, 5), "decoder_input_ids": ids(2, 1)} | {"cache": ((), ())},
         "cache .*tuple",
     ),
 }
@@ -1792,7 +1790,6 @@ def test_call_errors(model_class, inputs, message):
         ),
         ({"input_ids": ids(2, 5), "encoder_outputs": (torch.randn(2, 4, 32),)}, "encoder_outputs"),
     ],
-    ids=str,
 )
 def test_call_errors_of_the_relatives(shape, inputs, message):
     with pytest.raises(ValueError, match=message):
@@ -1801,7 +1798,7 @@ def test_call_errors_of_the_relatives(shape, inputs, message):
 
 def test_an_encoder_has_no_use_for_a_cache():
     with pytest.raises(ValueError, match="cache"):
-        model_of("encoder")(token_ids(2, 5), past_key_values=DynamicCache())
+        model_of("encoder")(token_ids(2, 5), cache=DynamicCache())
 
 
 @every_shape
