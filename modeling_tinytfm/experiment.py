@@ -606,7 +606,6 @@ class Experiment:
         test, predictions = self.score_test()
         results = {"train": trained, "eval": evaluated, "test": test}
         scores = {name: value for part in results.values() for name, value in part.items()}
-        scores = from_main_process(scores)  # the others' clocks differ
         if trainer.is_world_process_zero():
             if predictions is None:
                 predictions = self.translate_test()
@@ -618,7 +617,9 @@ class Experiment:
                 write_json(part, self.folder / f"{split}_results.json")
             write_json(scores, self.folder / RESULTS_FILE)
             self.say(self.summary(scores, predictions))
-        return scores
+        # Nobody leaves before all is written: a launcher ends the others when one process crashes
+        # on its way out.
+        return from_main_process(scores)
 
     def score_test(self) -> tuple[dict[str, Any], list[str] | None]:
         """Figures of the test set with their signatures, and its predictions if there are any."""

@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report(error, 2)
     # Only now, because it takes seconds: a typo is reported at once.
+    from accelerate import PartialState
+
     from modeling_tinytfm.experiment import PREPARATION_ERRORS, Experiment, prepare
     from modeling_tinytfm.training import NonFiniteLossError
 
@@ -43,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiment = prepare(recipe, say=partial(print, flush=True))
     except PREPARATION_ERRORS as error:
         return report(error, 2)
-    if not isinstance(experiment, Experiment):
-        return 0
     try:
-        experiment.run()
+        if isinstance(experiment, Experiment):
+            experiment.run()
     except (NonFiniteLossError, OSError) as error:
         return report(error, 1)
     except KeyboardInterrupt:
         return report("stopped; training.resume_from_checkpoint=true continues this run", 130)
+    PartialState().destroy_process_group()  # torch may crash at exit otherwise
     return 0
 
 
