@@ -36,7 +36,8 @@ from transformers import (
 )
 from transformers.trainer_utils import speed_metrics
 
-from .data import PairBatchSampler, token_lengths
+from .batching import PairBatchSampler
+from .data import token_lengths
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
 from .tokenization import mend_tokenizer_class
@@ -128,7 +129,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
 
     Raises:
         ValueError: If the training set cannot be shared out in batches: see
-            `data.PairBatchSampler`.
+            `batching.PairBatchSampler`.
     """
 
     def __init__(
@@ -200,6 +201,11 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             generator=torch.Generator(),  # takes nothing from the one that dropout draws from
         )
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Pairs of an update on average, from which the Trainer computes its speed."""
+        sampler: Any = self.sampler
+        return round(len(self.train_dataset) / len(sampler) * args.gradient_accumulation_steps)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
@@ -316,14 +322,15 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         mine = range(self.args.process_index, len(dataset), self.args.world_size)
         own = dataset.select(mine) if self.args.world_size > 1 else dataset
         sources, targets = own["input_ids"][:], own["labels"][:]
-        part = score_targets(
-            self.model,
-            sources,
-            targets,
-            batch_tokens=self.eval_batch_tokens,
-            show_progress=self._show_progress(),
-        )
-        texts = self._generate(sources) if self.metric_names else None
+        with self.accelerator.autocast():  # generate() would run the encoder without it
+            part = score_targets(
+                self.model,
+                sources,
+                targets,
+                batch_tokens=self.eval_batch_tokens,
+                show_progress=self._show_progress(),
+            )
+            texts = self._generate(sources) if self.metric_names else None
         if self.args.world_size > 1:
             part = sum(gather_object([part]), TokenScores())
             pairs = gather_object(list(zip(mine, texts, strict=True))) if texts is not None else []

@@ -16,7 +16,7 @@ PACKAGE = "modeling_tinytfm"
 FLOORS = (
     {"configuration_tinytfm", "recipes"},
     {"modeling_tinytfm"},
-    {"tokenization", "data", "metrics", "translation", "conversion", "seeing"},
+    {"tokenization", "data", "batching", "metrics", "translation", "conversion", "seeing"},
     {"training"},
     {"publishing", "experiment"},
 )

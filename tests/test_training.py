@@ -48,7 +48,8 @@ from transformers import (
 )
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration
-from modeling_tinytfm.data import PairBatchSampler, token_lengths
+from modeling_tinytfm.batching import PairBatchSampler
+from modeling_tinytfm.data import token_lengths
 from modeling_tinytfm.metrics import compute_metrics, decode_predictions
 from modeling_tinytfm.training import (
     NonFiniteLossError,
@@ -703,6 +704,35 @@ def test_token_budget_through_the_trainer(launch, tmp_path, ranks):
         orders.append([batch for batches in of_ranks for batch, _ in batches])
     assert len({len(order) for order in orders}) == 1
     assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_the_speed_is_in_pairs_whatever_the_batches(tmp_path):
+    trainer = make_trainer(
+        tmp_path, rows=61, own={"max_tokens": 50}, max_steps=-1, num_train_epochs=1
+    )
+    a_batch = 61 / len(trainer.sampler)
+    assert a_batch < 4  # what per_device_train_batch_size says
+    assert trainer.get_total_train_batch_size(trainer.args) == round(a_batch)
+    trainer.args.gradient_accumulation_steps = 5
+    assert trainer.get_total_train_batch_size(trainer.args) == round(5 * a_batch)
+    trainer = make_trainer(tmp_path, rows=60, gradient_accumulation_steps=2)
+    assert trainer.get_total_train_batch_size(trainer.args) == 8
+
+
+def test_evaluation_in_bf16_generates_in_bf16(tmp_path):
+    model = tiny_model()
+    trainer = make_trainer(
+        tmp_path, model=model, bf16=True, own={"metrics": ["exact_match"]}, max_steps=1
+    )
+    trainer.train()
+    seen = []
+    for stack in (model.get_encoder(), model.get_decoder()):
+        stack.layers[0].fc1.register_forward_hook(
+            lambda module, inputs, output: seen.append(output.dtype)
+        )
+    trainer.score(pairs(3), "test")
+    assert set(seen) == {torch.bfloat16}
+    assert next(model.parameters()).dtype == torch.float32
 
 
 def run_with_workers(folder):
@@ -1425,6 +1455,14 @@ def test_average_of_different_models_is_refused(tmp_path, changes):
             ValueError, match=r"checkpoint-\d holds another model than .*checkpoint-"
         ):
             average_checkpoints(order)
+
+
+def test_weights_that_do_not_fit_their_config_are_not_averaged(tmp_path):
+    paths = saved_models(tmp_path / "one", 2)
+    (other,) = saved_models(tmp_path / "other", 1, decoder_layers=3)
+    shutil.copy(other / "model.safetensors", paths[0])
+    with pytest.raises(ValueError, match="another model"):
+        average_checkpoints(paths)
 
 
 def test_average_of_nothing_is_refused(tmp_path):
