@@ -204,8 +204,9 @@ class TinyTFMTrainer(Seq2SeqTrainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Pairs of an update on average, from which the Trainer computes its speed."""
-        sampler: Any = self.sampler
-        return round(len(self.train_dataset) / len(sampler) * args.gradient_accumulation_steps)
+        pairs: Any = self.train_dataset
+        batches: Any = self.sampler
+        return round(len(pairs) / len(batches) * args.gradient_accumulation_steps)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
