@@ -1,6 +1,7 @@
 """Train, measure and save a model from a recipe: see --help."""
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
 os.environ.setdefault("TQDM_DELAY", "1")
 
+import torch
 from transformers.utils import logging
 
 from modeling_tinytfm.recipes import describe_keys, load_recipe
@@ -27,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe_file, overrides = parse(sys.argv[1:] if argv is None else argv)
     logging.disable_progress_bar()  # one for each checkpoint that is written
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
-    # The one warns where files carry no exact times, and goes by the numbers of checkpoints; the
-    # other of what is refused here in the end.
+    # The one tells that it goes by the numbers of checkpoints, the other what is refused below.
     for name in ("trainer_utils", "generation.configuration_utils"):
         logging.get_logger(f"transformers.{name}").setLevel(logging.ERROR)
     try:
@@ -36,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report(error, 2)
     # Only now, because it takes seconds: a typo is reported at once.
-    from accelerate import PartialState
-
     from modeling_tinytfm.experiment import PREPARATION_ERRORS, Experiment, prepare
     from modeling_tinytfm.training import NonFiniteLossError
 
@@ -52,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error, 1)
     except KeyboardInterrupt:
         return report("stopped; training.resume_from_checkpoint=true continues this run", 130)
-    PartialState().destroy_process_group()  # torch may crash at exit otherwise
     return 0
 
 
@@ -94,4 +92,10 @@ def report(error: Exception | str, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if torch.distributed.is_initialized():
+        # Taking the group of processes apart may crash, or never end, in torch 2.13.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -399,7 +399,7 @@ weights = b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameter
 report = [backend.encode(), weights, repr(sorted(scores.items())).encode()]
 report = [hashlib.md5(part).hexdigest() for part in report] + without_gradient
 Path(f"rank{os.environ['RANK']}of{os.environ['WORLD_SIZE']}").write_text("\\n".join(report))
-torch.distributed.destroy_process_group()
+os._exit(0)  # as train.py does
 """
 
 
@@ -646,8 +646,6 @@ def test_what_a_model_writes_stays_in_its_row_and_column(monkeypatch, capsysbina
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ([], b"1\n\xff\xfe\n", "standard input, line 2: not UTF-8: byte 0xff at offset 0"),
-        (["--input", "latin.txt"], b"", "latin.txt, line 1: not UTF-8: byte 0xe4"),
         (["--input", "gone.txt"], b"", "gone.txt"),
         (["--input", "."], b"", "Is a directory"),
         (["--output", "gone/out.txt"], b"1\n", "gone"),
@@ -688,9 +686,8 @@ def test_an_output_file_is_whole_or_untouched(monkeypatch, capsysbinary, reverse
     monkeypatch.setattr(translating, "CHUNK", 1)
     Path("out.txt").write_text("old")
     options = (reverser_folder, "--output", "out.txt")
-    for stdin in (b"1\n2\n\xff\n", b"\xff"):
-        assert run_translate(monkeypatch, capsysbinary, *options, stdin=stdin)[0] == 2
-        assert Path("out.txt").read_text() == "old"
+    assert run_translate(monkeypatch, capsysbinary, *options, "--n-best", "0", stdin=b"1\n")[0] == 2
+    assert Path("out.txt").read_text() == "old"
     assert run_translate(monkeypatch, capsysbinary, "gone", *options[1:], stdin=b"1\n")[0] == 2
     assert Path("out.txt").read_text() == "old"
     assert os.listdir() == ["out.txt"]
