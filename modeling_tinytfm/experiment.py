@@ -835,6 +835,12 @@ def load_model(name: str | Path) -> tuple[Any, Any]:
         ValueError: If it is no sequence-to-sequence model.
         OSError: If there is none that can be read.
     """
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{name} is no model: it holds no config.json")
+    if not folder.exists() and folder.parent != Path() and folder.parent.is_dir():
+        # A name on the Hub looks the same, but would have no folder of its owner's name here.
+        raise FileNotFoundError(f"{name}: no such folder")
     tokenizer = load_tokenizer(name)
     try:
         model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=False)

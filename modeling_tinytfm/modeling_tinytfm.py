@@ -1,4 +1,6 @@
-"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
+"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), built from the bottom up.
+
+Every part is marked with the paper's section. Post-Norm stands in the two layers of section 3.1.
 
 This file travels with every pushed model: it imports only the standard library, torch,
 transformers, and the configuration beside it.
@@ -113,6 +115,14 @@ def sdpa_attention(
 ATTENTION: dict[str, Callable] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
+def attention_function(name: str) -> Callable:
+    """The attention of that name; ValueError if there is none."""
+    if name not in ATTENTION:
+        choices = ", ".join(ATTENTION)
+        raise ValueError(f"attn_implementation={name!r} is unknown: choose one of {choices}")
+    return ATTENTION[name]
+
+
 # Section 3.2.2: multi-head attention
 
 
@@ -181,7 +191,7 @@ class TinyTFMAttention(nn.Module):
 
         # A layer on its own has no model that would have chosen.
         implementation = given(self.config._attn_implementation, "sdpa")
-        attend = ATTENTION["eager" if output_attentions else implementation]
+        attend = attention_function("eager" if output_attentions else implementation)
         context_BHQE, weights_BHQK = attend(
             query_BHQE,
             key_BHKE,
@@ -260,6 +270,7 @@ class TinyTFMLayer(GradientCheckpointingLayer):
         self.activation_dropout = nn.Dropout(config.activation_dropout)
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
+        # The feed-forward's, the last of a layer; a stack's own final norm is its `layer_norm`.
         self.final_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
 
     def feed_forward(self, x_BLD: Tensor) -> Tensor:
@@ -358,15 +369,15 @@ class TinyTFMEncoderLayer(TinyTFMLayer):
         def attend(x: Tensor) -> tuple[Tensor, Tensor | None]:
             return self.self_attn(x, None, mask, output_attentions=output_attentions)
 
-        if self.norm_first:
-            y_BLD, weights = attend(self.self_attn_layer_norm(x_BLD))
-            x_BLD = x_BLD + self.dropout(y_BLD)
-            x_BLD = x_BLD + self.dropout(self.feed_forward(self.final_layer_norm(x_BLD)))
+        if not self.norm_first:  # Post-Norm, the paper's
+            y_BLD, weights = attend(x_BLD)
+            x_BLD = self.self_attn_layer_norm(x_BLD + self.dropout(y_BLD))
+            x_BLD = self.final_layer_norm(x_BLD + self.dropout(self.feed_forward(x_BLD)))
             return x_BLD, weights
 
-        y_BLD, weights = attend(x_BLD)
-        x_BLD = self.self_attn_layer_norm(x_BLD + self.dropout(y_BLD))
-        x_BLD = self.final_layer_norm(x_BLD + self.dropout(self.feed_forward(x_BLD)))
+        y_BLD, weights = attend(self.self_attn_layer_norm(x_BLD))
+        x_BLD = x_BLD + self.dropout(y_BLD)
+        x_BLD = x_BLD + self.dropout(self.feed_forward(self.final_layer_norm(x_BLD)))
         return x_BLD, weights
 
 
@@ -413,21 +424,21 @@ class TinyTFMDecoderLayer(TinyTFMLayer):
         def attend_memory(x: Tensor) -> tuple[Tensor, Tensor | None]:
             return self.encoder_attn(x, memory_BKD, memory_mask, False, cache, output_attentions)
 
-        if self.norm_first:
-            y_BLD, weights = attend(self.self_attn_layer_norm(x_BLD))
-            x_BLD = x_BLD + self.dropout(y_BLD)
+        if not self.norm_first:  # Post-Norm, the paper's
+            y_BLD, weights = attend(x_BLD)
+            x_BLD = self.self_attn_layer_norm(x_BLD + self.dropout(y_BLD))
             if memory_BKD is not None:
-                y_BLD, memory_weights = attend_memory(self.encoder_attn_layer_norm(x_BLD))
-                x_BLD = x_BLD + self.dropout(y_BLD)
-            x_BLD = x_BLD + self.dropout(self.feed_forward(self.final_layer_norm(x_BLD)))
+                y_BLD, memory_weights = attend_memory(x_BLD)
+                x_BLD = self.encoder_attn_layer_norm(x_BLD + self.dropout(y_BLD))
+            x_BLD = self.final_layer_norm(x_BLD + self.dropout(self.feed_forward(x_BLD)))
             return x_BLD, weights, memory_weights
 
-        y_BLD, weights = attend(x_BLD)
-        x_BLD = self.self_attn_layer_norm(x_BLD + self.dropout(y_BLD))
+        y_BLD, weights = attend(self.self_attn_layer_norm(x_BLD))
+        x_BLD = x_BLD + self.dropout(y_BLD)
         if memory_BKD is not None:
-            y_BLD, memory_weights = attend_memory(x_BLD)
-            x_BLD = self.encoder_attn_layer_norm(x_BLD + self.dropout(y_BLD))
-        x_BLD = self.final_layer_norm(x_BLD + self.dropout(self.feed_forward(x_BLD)))
+            y_BLD, memory_weights = attend_memory(self.encoder_attn_layer_norm(x_BLD))
+            x_BLD = x_BLD + self.dropout(y_BLD)
+        x_BLD = x_BLD + self.dropout(self.feed_forward(self.final_layer_norm(x_BLD)))
         return x_BLD, weights, memory_weights
 
 
@@ -522,6 +533,8 @@ class TinyTFMEncoder(TinyTFMStack):
         else:
             refuse(f"a model with input_feature_size={feature_size}", input_ids=input_ids)
             x_BLD = self.embed_features(input_features, inputs_embeds)
+        if input_ids is not None and attention_mask is None:
+            refuse_left_padding(input_ids, self.config.pad_token_id)
         length = x_BLD.shape[1]
         padding_BL = padding_mask("attention_mask", attention_mask, x_BLD.shape[:2])
         positions = torch.arange(length, device=x_BLD.device)
@@ -693,6 +706,18 @@ def of_width(name: str, x: Any, width: int, bound: str) -> Tensor:
     return x
 
 
+def refuse_left_padding(ids: Tensor, pad_token_id: int | None) -> None:
+    """Raises ValueError if a row of more than padding begins with it, though nothing masks it."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or pad_token_id is None:
+        return
+    padding = ids == pad_token_id
+    if (padding[:, :1] & ~padding.all(dim=1, keepdim=True)).any():
+        raise ValueError(
+            f"input_ids begin with padding (pad_token_id={pad_token_id}): pass attention_mask, or "
+            "the padding would be read as text"
+        )
+
+
 def exactly_one(**inputs: Tensor | None) -> None:
     """Raises ValueError unless exactly one of the named inputs is given."""
     given = [name for name, value in inputs.items() if value is not None]
@@ -752,11 +777,7 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
                 f"is_decoder={shape[1]}) use {heads[shape]}"
             )
         super().__init__(config)
-        if config._attn_implementation not in ATTENTION:
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} is unknown: "
-                f"choose one of {', '.join(ATTENTION)}"
-            )
+        attention_function(config._attn_implementation)
         if config.input_feature_size is not None:
             self.main_input_name = "input_features"
 

@@ -631,6 +631,7 @@ def _build_recipe(name: str, document: dict[str, Any], texts: Mapping[str, str])
     _check_evaluation(recipe.evaluation)
     _check_generation(recipe.generation)
     _check_training(recipe.training)
+    _check_model(recipe)
     _check_across_sections(recipe)
     arguments = {**recipe.training.arguments, **_model_selection(recipe)}
     training = dataclasses.replace(recipe.training, arguments=arguments)
@@ -958,6 +959,23 @@ def _check_tokenizer(tokenizer: TokenizerSettings) -> None:
             f"tokenizer.pattern={tokenizer.pattern!r} contradicts tokenizer.kind={tokenizer.kind}: "
             "only kind regex reads it"
         )
+    if tokenizer.pattern is not None:
+        from tokenizers import Regex
+
+        try:
+            Regex(tokenizer.pattern)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"tokenizer.pattern={tokenizer.pattern!r} is no regular expression: {error}"
+            ) from None
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Builds the config, as far as it is known before there is a vocabulary."""
+    try:
+        _config_class()(vocab_size=max(recipe.tokenizer.vocab_size, 5), **recipe.model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model: {error}") from None
 
 
 def _check_data(data: DataSettings) -> None:

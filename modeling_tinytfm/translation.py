@@ -363,27 +363,24 @@ def score_targets(
 def read_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:
     r"""Lines of a binary stream as text.
 
-    Only \n, or \r\n, ends a line; a byte order mark in front is skipped.
+    Only \n, or \r\n, ends a line; a byte order mark in front is skipped. What is not UTF-8 becomes
+    U+FFFD, with a warning at the first such line, so that every line has its output.
 
     Args:
         stream: Lines as bytes, such as a file opened with "rb".
         name: What messages call it.
-
-    Raises:
-        ValueError: If a line is not UTF-8.
     """
+    warned = False
     for number, line in enumerate(stream, start=1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.endswith(b"\n"):
             line = line[:-2] if line.endswith(b"\r\n") else line[:-1]
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name}, line {number}: not UTF-8: byte 0x{line[error.start]:02x} at offset "
-                f"{error.start} of the line"
-            ) from None
+        text = line.decode("utf-8", errors="replace")
+        if not warned and "\ufffd" in text and "\ufffd".encode() not in line:
+            logger.warning("%s, line %d: not UTF-8: read with U+FFFD in its place", name, number)
+            warned = True
+        yield text
 
 
 @contextmanager

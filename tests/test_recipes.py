@@ -1,5 +1,6 @@
 import dataclasses
 import inspect
+import re
 import typing
 
 import pytest
@@ -674,7 +675,7 @@ def test_any_text_is_read_back(load, value):
     recipe = dataclasses.replace(
         recipe,
         data=dataclasses.replace(recipe.data, source_column=value),
-        tokenizer=TokenizerSettings(kind="regex", pattern=value),
+        tokenizer=TokenizerSettings(kind="regex", pattern=re.escape(value)),
     )
     again = load(recipe.to_yaml())
     assert again == recipe

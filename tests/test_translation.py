@@ -368,11 +368,12 @@ def test_only_line_feeds_end_lines(content, lines):
     assert list(read_lines(io.BytesIO(content), "standard input")) == lines
 
 
-def test_invalid_utf8_is_refused_with_its_line():
-    lines = read_lines(io.BytesIO(b"\xef\xbb\xbfgood\nb\xe4d\n"), "x.txt")
-    assert next(lines) == "good"
-    with pytest.raises(ValueError, match=r"x\.txt, line 2: not UTF-8: byte 0xe4 at offset 1"):
-        next(lines)
+def test_invalid_utf8_loses_no_line_and_is_told_once(caplog):
+    content = b"\xef\xbb\xbfgood\nb\xe4d\n\xff\xfe\n" + "\ufffd\n".encode()
+    lines = list(read_lines(io.BytesIO(content), "x.txt"))
+    assert lines == ["good", "b\ufffdd", "\ufffd\ufffd", "\ufffd"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("x.txt, line 2: not UTF-8")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
