@@ -251,6 +251,17 @@ def padding_mask(
     return None if mask.all() else mask
 
 
+def mask_of_left_padding(ids_BL: Tensor, pad_token_id: int | None) -> Tensor | None:
+    """The mask that a caller left out of a source padded on the left; None if it is not.
+
+    Padding on the right is read as text then, as in all models of transformers.
+    """
+    if pad_token_id is None or torch.compiler.is_compiling():
+        return None
+    padding_BL = (ids_BL == pad_token_id).cumprod(dim=1)
+    return 1 - padding_BL if padding_BL.any() else None
+
+
 # Section 3.3: position-wise feed-forward networks
 
 
@@ -534,7 +545,7 @@ class TinyTFMEncoder(TinyTFMStack):
             refuse(f"a model with input_feature_size={feature_size}", input_ids=input_ids)
             x_BLD = self.embed_features(input_features, inputs_embeds)
         if input_ids is not None and attention_mask is None:
-            refuse_left_padding(input_ids, self.config.pad_token_id)
+            attention_mask = mask_of_left_padding(input_ids, self.config.pad_token_id)
         length = x_BLD.shape[1]
         padding_BL = padding_mask("attention_mask", attention_mask, x_BLD.shape[:2])
         positions = torch.arange(length, device=x_BLD.device)
@@ -704,18 +715,6 @@ def of_width(name: str, x: Any, width: int, bound: str) -> Tensor:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be [batch, length, {width}] ({bound}={width}), not {shape}")
     return x
-
-
-def refuse_left_padding(ids: Tensor, pad_token_id: int | None) -> None:
-    """Raises ValueError if a row of more than padding begins with it, though nothing masks it."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or pad_token_id is None:
-        return
-    padding = ids == pad_token_id
-    if (padding[:, :1] & ~padding.all(dim=1, keepdim=True)).any():
-        raise ValueError(
-            f"input_ids begin with padding (pad_token_id={pad_token_id}): pass attention_mask, or "
-            "the padding would be read as text"
-        )
 
 
 def exactly_one(**inputs: Tensor | None) -> None:

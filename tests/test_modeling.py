@@ -1805,3 +1805,15 @@ def test_an_encoder_has_no_use_for_a_cache():
 def test_an_unknown_argument_is_refused(shape):
     with pytest.raises(TypeError, match="atention_mask"):
         model_of(shape)(**batch_of(shape, 5, 3), atention_mask=torch.ones(2, 5))
+
+
+def test_a_source_padded_on_the_left_needs_no_mask():
+    model, ids, target = tiny_model(), token_ids(2, 5), token_ids(2, 4)
+    padded = torch.cat((torch.full((2, 3), PAD), ids), dim=1)
+    expected = model(ids, decoder_input_ids=target).logits
+    close(model(padded, decoder_input_ids=target).logits, expected, 1e-5)
+    one_padded = torch.stack((padded[0], torch.cat((ids[1], token_ids(3)))))
+    mask = torch.ones(2, 8)
+    mask[0, :3] = 0
+    found = model(one_padded, decoder_input_ids=target).logits
+    close(found, model(one_padded, mask, decoder_input_ids=target).logits, 1e-6)
