@@ -256,7 +256,7 @@ def mask_of_left_padding(ids_BL: Tensor, pad_token_id: int | None) -> Tensor | N
 
     Padding on the right is read as text then, as in all models of transformers.
     """
-    if pad_token_id is None or torch.compiler.is_compiling():
+    if pad_token_id is None or ids_BL.ndim != 2 or torch.compiler.is_compiling():
         return None
     padding_BL = (ids_BL == pad_token_id).cumprod(dim=1)
     return 1 - padding_BL if padding_BL.any() else None
@@ -544,8 +544,6 @@ class TinyTFMEncoder(TinyTFMStack):
         else:
             refuse(f"a model with input_feature_size={feature_size}", input_ids=input_ids)
             x_BLD = self.embed_features(input_features, inputs_embeds)
-        if input_ids is not None and attention_mask is None:
-            attention_mask = mask_of_left_padding(input_ids, self.config.pad_token_id)
         length = x_BLD.shape[1]
         padding_BL = padding_mask("attention_mask", attention_mask, x_BLD.shape[:2])
         positions = torch.arange(length, device=x_BLD.device)
@@ -980,6 +978,8 @@ class TinyTFMModel(TinyTFMPreTrainedModel):
             return self.decoder(
                 attention_mask=attention_mask, cache=cache, use_cache=use_cache, **source, **wanted
             )
+        if input_ids is not None and attention_mask is None:
+            attention_mask = mask_of_left_padding(input_ids, config.pad_token_id)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, inputs_embeds, input_features, **wanted
@@ -1228,6 +1228,8 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         Returns:
             Logits [B, num_labels] and, with labels, the mean loss.
         """
+        if input_ids is not None and attention_mask is None:
+            attention_mask = mask_of_left_padding(input_ids, self.config.pad_token_id)
         outputs = self.model(
             input_ids, attention_mask, input_features=input_features, return_dict=True, **inputs
         )
