@@ -31,7 +31,7 @@ from datasets import Features, List, Value
 from rapidfuzz.distance import Levenshtein
 from transformers import PreTrainedTokenizerBase
 
-from .recipes import METRIC_DESCRIPTIONS
+from .settings import METRIC_DESCRIPTIONS
 
 References = str | Sequence[str]  # of one row
 

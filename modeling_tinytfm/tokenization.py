@@ -32,6 +32,8 @@ SPECIAL_TOKENS = {
     "unk_token": "<unk>",
 }
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
 _SPECIAL_TAILS = "|".join(re.escape(token.removeprefix("<")) for token in SPECIAL_TOKENS.values())
 
 # The trainer reserves memory for the whole vocabulary at once: a slip of the finger would end the

@@ -2,17 +2,12 @@
 
 The Trainer stays in charge of devices, processes, precision, logging and checkpoints. What is its
 own here: batches by a token budget, the paper's schedule, label smoothing in training only,
-evaluation by the token and on generated text, a stop at a loss that is not finite, checkpoints that
-are checked before they are resumed from, and the average of several.
+evaluation by the token and on generated text, and a stop at a loss that is not finite.
 """
 
-import json
 import logging
-import math
 import time
-import zipfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoModelForSeq2SeqLM,
     PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -376,161 +369,3 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         folder = Path(output_dir or str(self.args.output_dir))
         if self.args.should_save and (folder / "tokenizer_config.json").is_file():
             mend_tokenizer_class(folder)
-
-
-def checkpoint_step(folder: Path) -> int:
-    """The update after which the Trainer wrote a `checkpoint-N`."""
-    return int(folder.name.removeprefix("checkpoint-"))
-
-
-def checkpoints(run: str | Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, complete or not."""
-    folders = [path for path in Path(run).glob("checkpoint-*") if path.is_dir()]
-    numbered = [path for path in folders if path.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(numbered, key=checkpoint_step)
-
-
-def what_is_missing(checkpoint: str | Path, world_size: int | None = None) -> str | None:
-    """Why a checkpoint cannot be used, e.g. because the run was killed while writing it.
-
-    Args:
-        checkpoint: A folder that the Trainer wrote.
-        world_size: Number of processes that are to resume from it; None: only its weights are used.
-
-    Returns:
-        The first fault in words, or None if the checkpoint is complete.
-    """
-    names = ["config.json", "model.safetensors", "trainer_state.json"]
-    if world_size is not None:
-        names += ["optimizer.pt", "scheduler.pt"]
-        ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
-        names += [f"rng_state{rank}.pth" for rank in ranks]
-    for name in names:
-        file = Path(checkpoint) / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if not _is_whole(file):
-            return f"{name} is cut off"
-    return None
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a file of a checkpoint was written to its end."""
-    try:
-        if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-        elif file.suffix == ".safetensors":
-            with safe_open(file, "pt"):
-                pass
-        else:
-            return zipfile.is_zipfile(file)
-    except (ValueError, SafetensorError):
-        return False
-    return True
-
-
-def last_complete_checkpoint(run: str | Path, world_size: int = 1) -> Path | None:
-    """The newest checkpoint that can be resumed from; others are passed over with a warning.
-
-    Args:
-        run: The folder of the run.
-        world_size: Number of processes that are to resume.
-
-    Raises:
-        ValueError: If another number of processes, which share the rows out otherwise, wrote them.
-    """
-    folders = checkpoints(run)[::-1]
-    for folder in folders:
-        fault = what_is_missing(folder, world_size)
-        if fault is None:
-            return folder
-        logger.warning("%s is not complete (%s): passed over", folder, fault)
-    for folder in folders:
-        writers = len(list(folder.glob("rng_state*.pth")))
-        if writers and what_is_missing(folder, writers) is None:
-            raise ValueError(
-                f"{folder} was written by {writers} processes and cannot be resumed by {world_size}"
-            )
-    return None
-
-
-def last_checkpoints(run: str | Path, count: int) -> list[Path]:
-    """The `count` newest complete checkpoints of a run, oldest first.
-
-    Raises:
-        ValueError: If there are fewer.
-    """
-    folders = [folder for folder in checkpoints(run) if what_is_missing(folder) is None]
-    if len(folders) < count:
-        raise ValueError(
-            f"{run} holds {len(folders)} complete checkpoints, not {count}: save more often, or "
-            "keep more of them (training.save_total_limit)"
-        )
-    return folders[-count:]
-
-
-def best_checkpoints(
-    run: str | Path, count: int, metric: str = "loss", greater_is_better: bool = False
-) -> list[Path]:
-    """The `count` complete checkpoints of a run that validated best, best first.
-
-    Args:
-        run: The folder of the run.
-        count: How many.
-        metric: The figure that decides, with or without `eval_`.
-        greater_is_better: Whether a higher figure is better.
-
-    Raises:
-        ValueError: If fewer checkpoints were evaluated with that metric.
-    """
-    name = f"eval_{metric.removeprefix('eval_')}"
-    folders = [folder for folder in checkpoints(run) if what_is_missing(folder) is None]
-    values: dict[int, float] = {}
-    for folder in folders[-1:]:  # the last one remembers all
-        history = TrainerState.load_from_json(str(folder / "trainer_state.json")).log_history
-        values = {entry["step"]: entry[name] for entry in history if name in entry}
-    evaluated = [f for f in folders if not math.isnan(values.get(checkpoint_step(f), math.nan))]
-    if len(evaluated) < count:
-        raise ValueError(
-            f"{run} holds {len(evaluated)} checkpoints with an {name}, not {count}: evaluate "
-            "whenever a checkpoint is saved, and keep more of them (training.save_total_limit)"
-        )
-    best_first = sorted(
-        evaluated, key=lambda folder: values[checkpoint_step(folder)], reverse=greater_is_better
-    )
-    return best_first[:count]
-
-
-def average_checkpoints(folders: Sequence[str | Path]) -> PreTrainedModel:
-    """The model whose weights are the mean of several checkpoints' (section 6.1).
-
-    Args:
-        folders: Checkpoints of one run.
-
-    Returns:
-        The last checkpoint's model with the mean weights, computed in float64.
-
-    Raises:
-        ValueError: If there is none, or if they are not of one model.
-    """
-    if not folders:
-        raise ValueError("no checkpoints to average")
-    paths = [Path(folder) for folder in folders]
-    configs = [json.loads((path / "config.json").read_text(encoding="utf-8")) for path in paths]
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path / "model.safetensors", "pt")) for path in paths]
-        shapes = [
-            {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
-            for file in files
-        ]
-        for path, config, shape in zip(paths, configs, shapes, strict=True):
-            config.pop("transformers_version", None)
-            if config != configs[0] or shape != shapes[0]:
-                raise ValueError(f"{path} holds another model than {paths[0]}")
-        mean = {
-            name: torch.stack([file.get_tensor(name) for file in files]).double().mean(0)
-            for name in shapes[0]
-        }
-    model = AutoModelForSeq2SeqLM.from_pretrained(paths[-1], trust_remote_code=False)
-    model.load_state_dict(mean, strict=False)  # what it lacks is tied to what it has
-    return model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from modeling_tinytfm.experiment import save_average
+from modeling_tinytfm.checkpoints import save_average
 
 
 def main(argv: Sequence[str] | None = None) -> int:

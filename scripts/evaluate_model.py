@@ -13,7 +13,8 @@ os.environ.setdefault("TQDM_DELAY", "1")
 
 from transformers.utils import logging
 
-from modeling_tinytfm.experiment import describe_scores, score_model, write_json
+from modeling_tinytfm.reports import describe_scores, write_json
+from modeling_tinytfm.scoring import score_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:

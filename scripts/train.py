@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report(error, 2)
     # Only now, because it takes seconds: a typo is reported at once.
-    from modeling_tinytfm.experiment import PREPARATION_ERRORS, Experiment, prepare
+    from modeling_tinytfm.experiment import Experiment, prepare
+    from modeling_tinytfm.machine import PREPARATION_ERRORS
     from modeling_tinytfm.training import NonFiniteLossError
 
     try:

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from transformers.utils import logging
 
-from modeling_tinytfm.experiment import load_model
+from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.translation import BATCH_TOKENS, read_lines, translate_n_best, whole_file
 
 CHUNK = 10_000  # lines read before any are written: more would only need more memory

@@ -14,11 +14,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "modeling_tinytfm"
 # A module imports only from floors below its own.
 FLOORS = (
-    {"configuration_tinytfm", "recipes"},
+    {"configuration_tinytfm", "settings"},
+    {"recipe_keys"},
+    {"recipe_checks"},
+    {"recipes"},
     {"modeling_tinytfm"},
     {"tokenization", "data", "batching", "metrics", "translation", "conversion", "seeing"},
-    {"training"},
+    {"loading", "reports"},
+    {"checkpoints"},
+    {"training", "machine", "run_folder"},
     {"publishing", "experiment"},
+    {"scoring"},
 )
 TRAVELLING = ("configuration_tinytfm", "modeling_tinytfm")
 MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))

@@ -18,18 +18,19 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, TrainerControl, TrainerState
 
-from modeling_tinytfm import TinyTFMForConditionalGeneration, experiment, translate
-from modeling_tinytfm.experiment import (
-    EarlyStopping,
-    Experiment,
-    load_model,
-    mean_training_loss,
-    prepare,
-    run_recipe,
-    save_average,
-    score_model,
+from modeling_tinytfm import (
+    TinyTFMForConditionalGeneration,
+    experiment,
+    machine,
+    run_folder,
+    translate,
 )
+from modeling_tinytfm.checkpoints import save_average
+from modeling_tinytfm.experiment import EarlyStopping, Experiment, prepare, run_recipe
+from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.recipes import load_recipe
+from modeling_tinytfm.reports import mean_training_loss
+from modeling_tinytfm.scoring import score_model
 
 RECIPE = {
     "threads": 1,
@@ -492,7 +493,7 @@ def test_a_folder_without_permission_is_refused(recipe, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(experiment.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(run_folder.tempfile, "TemporaryFile", refuse)
     with pytest.raises(OSError, match=r"^training\.output_dir=x cannot be written: Permi"):
         run_recipe(recipe("training.output_dir=x"))
     assert not Path("x").exists()
@@ -598,12 +599,12 @@ def test_bf16_on_a_cpu_works(recipe, said):
 
 
 def test_threads_are_all_cores_by_local_processes(recipe, monkeypatch):
-    monkeypatch.setattr(experiment.os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(12)))
     for processes, threads in ((None, 12), ("1", 12), ("5", 2), ("20", 1)):
         if processes is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        assert experiment.use_threads(None) == threads == torch.get_num_threads()
-    assert experiment.use_threads(3) == 3 == torch.get_num_threads()
+        assert machine.use_threads(None) == threads == torch.get_num_threads()
+    assert machine.use_threads(3) == 3 == torch.get_num_threads()
 
 
 def test_b50_tokenizers_are_single_threaded_where_processes_fork(recipe, monkeypatch):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_tinytfm import metrics
 from modeling_tinytfm.metrics import METRICS, compute_metrics, decode_predictions, perplexity
-from modeling_tinytfm.recipes import METRIC_DESCRIPTIONS
+from modeling_tinytfm.settings import METRIC_DESCRIPTIONS
 
 WORDS = [
     "the",

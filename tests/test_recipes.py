@@ -7,14 +7,13 @@ import pytest
 import yaml
 from transformers import GenerationConfig, Seq2SeqTrainingArguments
 
-from modeling_tinytfm import TinyTFMConfig, data, recipes, tokenization
-from modeling_tinytfm.recipes import (
+from modeling_tinytfm import TinyTFMConfig, data, recipe_keys, tokenization
+from modeling_tinytfm.recipes import describe_keys, load_recipe
+from modeling_tinytfm.settings import (
     LOSS_METRICS,
     METRIC_DESCRIPTIONS,
     DataSettings,
     TokenizerSettings,
-    describe_keys,
-    load_recipe,
 )
 
 PAIRS = "data: {train_file: pairs.tsv}\n"
@@ -640,7 +639,7 @@ def test_every_default_of_the_trainer_may_be_written(load):
         default = field.default
         if (
             default is dataclasses.MISSING
-            or f"training.{field.name}" in recipes._REFUSED_KEYS
+            or f"training.{field.name}" in recipe_keys.REFUSED_KEYS
             or field.name in ("output_dir", "resume_from_checkpoint")
         ):
             continue

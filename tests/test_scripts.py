@@ -23,10 +23,12 @@ import yaml
 from test_experiment import RECIPE, files, same, weights, write_pairs
 from test_translation import digits, random_lines  # noqa: F401 - digits is a fixture
 
-from modeling_tinytfm import experiment, training
-from modeling_tinytfm.experiment import load_model, run_recipe
+from modeling_tinytfm import checkpoints, experiment
+from modeling_tinytfm.experiment import run_recipe
+from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.recipes import load_recipe
 from modeling_tinytfm.tokenization import save_tokenizer
+from modeling_tinytfm.training import NonFiniteLossError
 from modeling_tinytfm.translation import translate, translate_n_best
 
 ROOT = Path(__file__).parents[1]
@@ -249,7 +251,7 @@ def test_a_bug_shows_its_traceback(recipe_file, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (training.NonFiniteLossError("the loss is nan"), 1),
+        (NonFiniteLossError("the loss is nan"), 1),
         (OSError(28, "No space left on device"), 1),
         (KeyboardInterrupt(), 130),
     ],
@@ -383,6 +385,7 @@ from pathlib import Path
 import torch
 from modeling_tinytfm.experiment import prepare
 from modeling_tinytfm.recipes import load_recipe
+from modeling_tinytfm.training import NonFiniteLossError
 
 experiment = prepare(load_recipe("tiny.yaml", sys.argv[1:]), say=print)
 trainer = experiment.trainer
@@ -427,7 +430,7 @@ def test_b29_two_processes_from_raw_text(recipe_file, environment):
     assert len(reports[0].split()) == 3  # no parameter without a gradient
     folder = Path("outputs/tiny")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
-    assert training.what_is_missing(folder / "checkpoint-3", 2) is None
+    assert checkpoints.what_is_missing(folder / "checkpoint-3", 2) is None
     assert re.search("average of checkpoint-3: .*not kept", finished.stdout)
     tokenizer = load_model(folder)[1].backend_tokenizer.to_str()
     assert hashlib.md5(tokenizer.encode()).hexdigest() == reports[0].split()[0]

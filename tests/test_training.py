@@ -49,20 +49,17 @@ from transformers import (
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration
 from modeling_tinytfm.batching import PairBatchSampler
-from modeling_tinytfm.data import token_lengths
-from modeling_tinytfm.metrics import compute_metrics, decode_predictions
-from modeling_tinytfm.training import (
-    NonFiniteLossError,
-    TinyTFMTrainer,
+from modeling_tinytfm.checkpoints import (
     average_checkpoints,
     best_checkpoints,
     checkpoints,
     last_checkpoints,
     last_complete_checkpoint,
-    noam_rate,
-    smoothed_loss,
     what_is_missing,
 )
+from modeling_tinytfm.data import token_lengths
+from modeling_tinytfm.metrics import compute_metrics, decode_predictions
+from modeling_tinytfm.training import NonFiniteLossError, TinyTFMTrainer, noam_rate, smoothed_loss
 
 # Every train() collects garbage: not among all that was imported, which took most of a test's time.
 gc.freeze()

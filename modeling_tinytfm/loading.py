@@ -1,0 +1,43 @@
+"""Saved models and tokenizers, read with errors that a person can act on."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A saved tokenizer.
+
+    Raises:
+        OSError: If there is none that can be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # what tokenizers raises for a damaged file is no narrower
+        raise OSError(f"{name}: the tokenizer cannot be read: {error}") from error
+
+
+def load_model(name: str | Path) -> tuple[Any, Any]:
+    """A trained model in evaluation mode, on a GPU if there is one, and its tokenizer.
+
+    Raises:
+        ValueError: If it is no sequence-to-sequence model.
+        OSError: If there is none that can be read.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{name} is no model: it holds no config.json")
+    if not folder.exists() and folder.parent != Path() and folder.parent.is_dir():
+        # A name on the Hub looks the same, but would have no folder of its owner's name here.
+        raise FileNotFoundError(f"{name}: no such folder")
+    tokenizer = load_tokenizer(name)
+    try:
+        model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=False)
+    except SafetensorError as error:
+        raise OSError(f"{name}: the weights cannot be read: {error}") from error
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -1,0 +1,99 @@
+"""What a run finds: threads, processes, device and precision."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import Seq2SeqTrainingArguments
+
+from .recipes import Recipe
+
+# What a person can mend; anything else that preparation raises is a bug, and shows its traceback.
+PREPARATION_ERRORS = (ValueError, OSError, ImportError)
+
+
+def use_threads(threads: int | None) -> int:
+    """Gives torch so many CPU threads, or all cores divided by this machine's processes.
+
+    accelerate's launcher allows one, which leaves all other cores of a CPU idle.
+    """
+    if threads is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
+    return threads
+
+
+@contextmanager
+def main_process_first(state: PartialState) -> Iterator[None]:
+    """Lets the main process fill the caches that the others then find.
+
+    An error on one process becomes an error on all: accelerate's own context manager of this name
+    would leave the others waiting for a process that has ended.
+    """
+    if not state.is_main_process:
+        _share_error(None)
+    error = None
+    try:
+        yield
+    except PREPARATION_ERRORS as caught:
+        error = caught
+    if state.is_main_process:
+        _share_error(error)
+    _share_error(error)
+
+
+def _share_error(error: Exception | None) -> None:
+    messages = gather_object([None if error is None else str(error)])
+    if error is not None:
+        raise error
+    for message in messages:
+        if message is not None:
+            raise ValueError(message)
+
+
+def from_main_process(value: Any) -> Any:
+    """The main process's value, on every process."""
+    return broadcast_object_list([value])[0]
+
+
+def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
+    """The Trainer's arguments, with the choices that depend on the machine.
+
+    Making them also joins this process to the group of all.
+
+    Raises:
+        ValueError: If the machine cannot do what they ask for.
+    """
+    values = recipe.training.trainer_arguments()
+    chosen = device_arguments(values)
+    if values.get("fp16") and not chosen["fp16"]:
+        raise ValueError("training.fp16=true needs a GPU: a CPU has no fast fp16; leave it out")
+    values.update(chosen)
+    values.setdefault("ddp_find_unused_parameters", False)
+    values.setdefault("ddp_broadcast_buffers", False)  # none changes
+    debug_level = torch.distributed.get_debug_level()
+    if chosen["use_cpu"]:
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL the CPUs' group would come in a wrapper, which DDP of
+        # torch 2.13 takes for the group itself: it crashes.
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
+    try:
+        return Seq2SeqTrainingArguments(**values)
+    finally:
+        torch.distributed.set_debug_level(debug_level)
+
+
+def device_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """Device and precision for the given arguments of the Trainer, on this machine."""
+    has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
+    use_cpu = values.get("use_cpu", False) or not has_accelerator
+    fp16 = values.get("fp16", False) and not use_cpu
+    bf16 = values.get("bf16")
+    if bf16 is None:
+        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+        bf16 = has_bf16 and not use_cpu and not fp16
+    return {"use_cpu": use_cpu, "fp16": fp16, "bf16": bf16}

@@ -1,0 +1,285 @@
+"""Keys of a recipe that contradict each other, or cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .recipe_keys import config_class, own_keys_of, section_keys, wrong_choice
+from .settings import (
+    LOSS_METRICS,
+    METRIC_DESCRIPTIONS,
+    DataSettings,
+    EvaluationSettings,
+    TokenizerSettings,
+    TrainingSettings,
+)
+
+if TYPE_CHECKING:
+    from .recipes import Recipe
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuses a recipe whose keys do not go together.
+
+    Raises:
+        ValueError: With the keys' full names, their values and what to write instead.
+    """
+    _check_tokenizer(recipe.tokenizer)
+    _check_data(recipe.data)
+    _check_evaluation(recipe.evaluation)
+    _check_generation(recipe.generation)
+    _check_training(recipe.training)
+    _check_model(recipe)
+    _check_across_sections(recipe)
+
+
+def _check_tokenizer(tokenizer: TokenizerSettings) -> None:
+    if tokenizer.kind == "regex" and not tokenizer.pattern:
+        raise ValueError("tokenizer.kind=regex needs tokenizer.pattern, a regular expression")
+    if tokenizer.kind != "regex" and tokenizer.pattern is not None:
+        raise ValueError(
+            f"tokenizer.pattern={tokenizer.pattern!r} contradicts tokenizer.kind={tokenizer.kind}: "
+            "only kind regex reads it"
+        )
+    if tokenizer.pattern is not None:
+        from tokenizers import Regex
+
+        try:
+            Regex(tokenizer.pattern)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"tokenizer.pattern={tokenizer.pattern!r} is no regular expression: {error}"
+            ) from None
+
+
+def _check_data(data: DataSettings) -> None:
+    for split in ("train", "validation", "test"):
+        pair = (f"{split}_source_file", f"{split}_target_file")
+        given = [key for key in pair if getattr(data, key) is not None]
+        if len(given) == 1:
+            missing = pair[1] if given[0] == pair[0] else pair[0]
+            raise ValueError(
+                f"data.{given[0]}={getattr(data, given[0])!r} needs data.{missing} beside it"
+            )
+        if given and getattr(data, f"{split}_file") is not None:
+            raise ValueError(
+                f"data.{split}_file={getattr(data, f'{split}_file')!r} contradicts "
+                f"data.{pair[0]}={getattr(data, pair[0])!r}: keep one of the two"
+            )
+    sources = {
+        key: getattr(data, key)
+        for key in ("train_file", "train_source_file", "dataset_name", "generator")
+        if getattr(data, key) is not None
+    }
+    if not sources:
+        raise ValueError(
+            "data names no pairs to train on: give one of data.train_file, data.train_source_file "
+            "with data.train_target_file, data.dataset_name, or data.generator"
+        )
+    if len(sources) > 1:
+        named = " and ".join(f"data.{key}={value!r}" for key, value in sources.items())
+        raise ValueError(f"{named} contradict each other: keep one and set the others to null")
+    (source,) = sources
+    if source in ("dataset_name", "generator"):
+        for key in own_keys_of("data"):
+            if key.endswith("_file") and getattr(data, key) is not None:
+                raise ValueError(
+                    f"data.{key}={getattr(data, key)!r} contradicts "
+                    f"data.{source}={sources[source]!r}, which brings its own splits"
+                )
+    belongs_to = {
+        "dataset_config_name": ("dataset_name",),
+        "seed": ("generator",),
+        "group_column": ("train_file", "dataset_name"),
+    }
+    for key, owners in belongs_to.items():
+        if getattr(data, key) and source not in owners:
+            raise ValueError(
+                f"data.{key}={getattr(data, key)!r} contradicts "
+                f"data.{source}={sources[source]!r}: it belongs to data.{' or data.'.join(owners)}"
+            )
+
+
+def _check_evaluation(evaluation: EvaluationSettings) -> None:
+    for name in evaluation.metrics:
+        if name in LOSS_METRICS:
+            raise ValueError(f"evaluation.metrics: {name} is always reported and needs no entry")
+        if name not in METRIC_DESCRIPTIONS:
+            raise ValueError(wrong_choice("evaluation.metrics", name, METRIC_DESCRIPTIONS))
+    if len(set(evaluation.metrics)) < len(evaluation.metrics):
+        raise ValueError(f"evaluation.metrics={evaluation.metrics!r} names a metric twice")
+
+
+def _check_generation(generation: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    for longer, shorter in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+        if generation.get(longer) is not None and generation.get(shorter) is not None:
+            raise ValueError(
+                f"generation.{longer}={generation[longer]} contradicts "
+                f"generation.{shorter}={generation[shorter]}: keep one of the two"
+            )
+    try:
+        GenerationConfig(**generation)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"generation={dict(generation)!r}: {error}") from None
+
+
+def _check_training(training: TrainingSettings) -> None:
+    arguments = training.trainer_arguments()
+    keys = section_keys("training")
+
+    def effective(name: str) -> Any:
+        return arguments.get(name, keys[name].default)
+
+    if training.average_last is not None and training.average_best is not None:
+        raise ValueError(
+            f"training.average_last={training.average_last} contradicts "
+            f"training.average_best={training.average_best}: keep one of the two"
+        )
+    if training.overwrite and training.resume_from_checkpoint:
+        raise ValueError(
+            "training.overwrite=True contradicts training.resume_from_checkpoint="
+            f"{training.resume_from_checkpoint!r}: a run is either started anew or continued"
+        )
+    if effective("fp16") and effective("bf16"):
+        raise ValueError("training.fp16=True contradicts training.bf16=True: keep one of the two")
+    if effective("label_smoothing_factor") >= 1:
+        raise ValueError(
+            f"training.label_smoothing_factor={effective('label_smoothing_factor')} must be below 1"
+        )
+    if training.is_noam:
+        _check_noam(training.arguments)
+    needs_checkpoints = {
+        key: getattr(training, key)
+        for key in ("average_last", "average_best")
+        if getattr(training, key) is not None
+    }
+    for key, count in needs_checkpoints.items():
+        limit = effective("save_total_limit")
+        if effective("save_strategy") == "no" or (limit is not None and limit < count):
+            raise ValueError(
+                f"training.{key}={count} needs so many checkpoints, but training.save_strategy="
+                f"{effective('save_strategy')!r} with training.save_total_limit={limit} keeps fewer"
+            )
+    needs_evaluations = {
+        "early_stopping_patience": training.early_stopping_patience,
+        "average_best": training.average_best,
+        "load_best_model_at_end": effective("load_best_model_at_end") or None,
+        "save_strategy": "best" if effective("save_strategy") == "best" else None,
+        "lr_scheduler_type": training.lr_scheduler_type
+        if training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        else None,
+    }
+    for key, value in needs_evaluations.items():
+        if value is not None and effective("eval_strategy") == "no":
+            raise ValueError(
+                f"training.{key}={value!r} needs evaluations, but training.eval_strategy='no'; "
+                "write steps or epoch"
+            )
+    if effective("load_best_model_at_end") and effective("save_strategy") != "best":
+        _check_saves_are_evaluated(effective)
+
+
+def _check_saves_are_evaluated(effective: Callable[[str], Any]) -> None:
+    """The best checkpoint is known only if every checkpoint has been evaluated."""
+    evaluates, saves = effective("eval_strategy"), effective("save_strategy")
+    if evaluates != saves:
+        raise ValueError(
+            f"training.load_best_model_at_end=True: training.save_strategy={saves!r} and "
+            f"training.eval_strategy={evaluates!r} must be the same"
+        )
+    eval_steps = effective("eval_steps") or effective("logging_steps")
+    save_steps = effective("save_steps")
+    if saves == "steps" and eval_steps >= 1 and save_steps >= 1 and save_steps % eval_steps:
+        raise ValueError(
+            f"training.load_best_model_at_end=True: training.save_steps={save_steps} must be a "
+            f"multiple of training.eval_steps={eval_steps}"
+        )
+
+
+def _check_noam(arguments: Mapping[str, Any]) -> None:
+    warmup_steps = arguments.get("warmup_steps")
+    if warmup_steps is None:
+        raise ValueError(
+            "training.lr_scheduler_type=noam needs training.warmup_steps (the paper: 4000)"
+        )
+    if warmup_steps != int(warmup_steps):
+        raise ValueError(
+            f"training.warmup_steps={warmup_steps}: training.lr_scheduler_type=noam counts them in "
+            "updates, not in shares of the training"
+        )
+    for key in ("learning_rate", "lr_scheduler_kwargs"):
+        if arguments.get(key) is not None:
+            raise ValueError(
+                f"training.{key}={arguments[key]!r} contradicts training.lr_scheduler_type=noam, "
+                "which computes the rate from model.d_model and training.warmup_steps"
+            )
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Builds the config, as far as it is known before there is a vocabulary."""
+    try:
+        config_class()(vocab_size=max(recipe.tokenizer.vocab_size, 5), **recipe.model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model: {error}") from None
+
+
+def _check_across_sections(recipe: Recipe) -> None:
+    arguments, data = recipe.training.arguments, recipe.data
+    batch_size = arguments.get("per_device_train_batch_size")
+    if data.max_tokens is not None and batch_size:
+        raise ValueError(
+            f"training.per_device_train_batch_size={batch_size!r} contradicts data.max_tokens="
+            f"{data.max_tokens}, which batches by itself: set one of the two to null"
+        )
+    keys = section_keys("model")
+
+    def effective(name: str) -> Any:
+        return recipe.model.get(name, keys[name].default)
+
+    if effective("position_embedding_type") == "learned":
+        for key in ("max_source_length", "max_target_length"):
+            limit = getattr(data, key)
+            if limit is None or limit > effective("max_position_embeddings"):
+                raise ValueError(
+                    f"data.{key}={limit} is above the learned positions, "
+                    f"model.max_position_embeddings={effective('max_position_embeddings')}"
+                )
+
+
+def model_selection(recipe: Recipe) -> dict[str, Any]:
+    """The Trainer's arguments by which the best checkpoint is told, where one is asked for.
+
+    The Trainer would take every metric that is not a loss as better when higher, error rates too.
+    """
+    arguments, training = recipe.training.arguments, recipe.training
+    metric = arguments.get("metric_for_best_model")
+    if metric is None:
+        is_needed = (
+            arguments.get("load_best_model_at_end")
+            or training.average_best is not None
+            or training.early_stopping_patience is not None
+            or arguments.get("save_strategy") == "best"
+            or training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        )
+        if not is_needed:
+            return {}
+        metric = "loss"
+    name = metric.removeprefix("eval_")
+    known = LOSS_METRICS | {name: METRIC_DESCRIPTIONS[name] for name in recipe.evaluation.metrics}
+    if name in METRIC_DESCRIPTIONS and name not in known:
+        raise ValueError(
+            f"training.metric_for_best_model={metric!r} is not measured: "
+            f"add it to evaluation.metrics={recipe.evaluation.metrics!r}"
+        )
+    if name not in known:
+        raise ValueError(wrong_choice("training.metric_for_best_model", metric, known))
+    greater_is_better = arguments.get("greater_is_better")
+    if greater_is_better not in (None, known[name].higher_is_better):
+        raise ValueError(
+            f"training.greater_is_better={greater_is_better} contradicts "
+            f"training.metric_for_best_model={metric!r} ({known[name].text}); set it to null"
+        )
+    return {"metric_for_best_model": metric, "greater_is_better": known[name].higher_is_better}

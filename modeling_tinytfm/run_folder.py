@@ -1,0 +1,145 @@
+"""The folder of a run: whose it is, what it holds, and where a run goes on."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from .checkpoints import last_complete_checkpoint, what_is_missing
+from .recipes import RECIPE_FILE, Recipe, load_recipe
+from .tokenization import TOKENIZER_FILES, save_tokenizer
+
+PREDICTIONS_FILE = "predictions_test.jsonl"
+CURVES_FILE = "curves.png"
+RESULTS_FILE = "all_results.json"  # written last: a folder that holds it is a finished run
+Say = Callable[[str], None]
+
+
+def check_folder(recipe: Recipe, folder: Path) -> dict[str, float] | None:
+    """Says why a run's folder is not usable for this recipe; changes nothing in it.
+
+    Returns:
+        The scores, if it holds this run, finished.
+
+    Raises:
+        ValueError: If it holds something else, or an unfinished run that is not to be resumed.
+        OSError: If it cannot be written.
+    """
+    name = f"training.output_dir={folder}"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name} is a file: name a folder")
+    if recipe.training.overwrite:
+        here = Path.cwd()
+        if folder.resolve() in (here, *here.parents):
+            raise ValueError(f"{name} holds the working folder and cannot be moved aside")
+        check_writable(folder.absolute().parent, name)
+        return None
+    check_writable(folder, name)
+    kept = folder / RECIPE_FILE
+    if not kept.is_file():
+        # A hidden file may be what a process that was killed left half-written.
+        names = {path.name for path in folder.glob("*") if not path.name.startswith(".")}
+        if others := sorted(names - set(TOKENIZER_FILES)):
+            raise ValueError(
+                f"{name} holds files that are not this project's run ({others[0]}): choose another "
+                "folder, or training.overwrite=true moves it aside"
+            )
+        return None
+    differences = recipe.differences(load_recipe(kept))
+    if differences:
+        raise ValueError(
+            f"{name} holds the run of another recipe (it differs in {', '.join(differences[:5])}): "
+            "choose another folder, or training.overwrite=true moves it aside"
+        )
+    scores = finished_scores(folder)
+    if scores is None and not recipe.training.resume_from_checkpoint:
+        raise ValueError(
+            f"{name} holds this run, unfinished: training.resume_from_checkpoint=true continues "
+            "it, training.overwrite=true moves it aside and starts anew"
+        )
+    return scores
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Tries whether a file can be made in a folder, or in the one that it would be made in.
+
+    Raises:
+        OSError: With `name` in the message.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise OSError(f"{name} cannot be written: {error.strerror}") from error
+
+
+def finished_scores(folder: Path) -> dict[str, float] | None:
+    """The scores of a finished run; None if it is not finished."""
+    try:
+        scores = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return scores if "test_loss" in scores else None
+
+
+def claim_folder(recipe: Recipe, folder: Path, tokenizer: Any, say: Say) -> None:
+    """Makes a folder this recipe's, with recipe and tokenizer; an old one is moved, not deleted.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    training = replace(recipe.training, overwrite=False, resume_from_checkpoint=False)
+    recipe_text = replace(recipe, training=training).to_yaml()
+    if recipe.training.overwrite and folder.exists() and any(folder.iterdir()):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        say(f"{folder} was moved to {aside}")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Renaming leaves no file half-written when the process is killed.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as half_written:
+        new = Path(half_written)
+        (new / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+        save_tokenizer(tokenizer, new)
+        # The tokenizer's own file comes last: it is what tells that there is one.
+        for path in sorted(new.iterdir(), key=lambda path: path.name == TOKENIZER_FILES[0]):
+            path.replace(folder / path.name)
+
+
+def find_checkpoint(
+    recipe: Recipe, folder: Path, model: PreTrainedModel, num_processes: int
+) -> str | None:
+    """The checkpoint to resume from; None to start anew.
+
+    Raises:
+        ValueError: If the recipe names one that is not complete, or of another model.
+    """
+    wanted = recipe.training.resume_from_checkpoint
+    if isinstance(wanted, str):
+        fault = what_is_missing(wanted, num_processes)
+        if fault is not None:
+            raise ValueError(f"training.resume_from_checkpoint={wanted} is not complete: {fault}")
+        with safe_open(Path(wanted) / "model.safetensors", "pt") as weights:
+            names = weights.keys()
+            there = {name: list(weights.get_slice(name).get_shape()) for name in names}
+        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        here = {
+            name: list(weight.shape)
+            for name, weight in model.state_dict().items()
+            if name in there or name not in tied
+        }
+        for name in sorted(here.keys() | there.keys()):
+            if here.get(name) != there.get(name):
+                raise ValueError(
+                    f"training.resume_from_checkpoint={wanted} is of another model: {name} is "
+                    f"{there.get(name)} there and {here.get(name)} here"
+                )
+        return wanted
+    checkpoint = last_complete_checkpoint(folder, num_processes) if wanted else None
+    return None if checkpoint is None else str(checkpoint)
