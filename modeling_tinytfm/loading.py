@@ -7,6 +7,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from .tokenization import portable
+
 
 def load_tokenizer(name: str | Path) -> Any:
     """A saved tokenizer.
@@ -15,7 +17,7 @@ def load_tokenizer(name: str | Path) -> Any:
         OSError: If there is none that can be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return portable(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     except OSError:
         raise
     except Exception as error:  # what tokenizers raises for a damaged file is no narrower

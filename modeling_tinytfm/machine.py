@@ -76,6 +76,7 @@ def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
     values.update(chosen)
     values.setdefault("ddp_find_unused_parameters", False)
     values.setdefault("ddp_broadcast_buffers", False)  # none changes
+    values.setdefault("hub_strategy", "end")  # published once, with its scores
     debug_level = torch.distributed.get_debug_level()
     if chosen["use_cpu"]:
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL the CPUs' group would come in a wrapper, which DDP of

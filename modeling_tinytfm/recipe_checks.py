@@ -145,6 +145,11 @@ def _check_training(training: TrainingSettings) -> None:
         )
     if effective("fp16") and effective("bf16"):
         raise ValueError("training.fp16=True contradicts training.bf16=True: keep one of the two")
+    if arguments.get("hub_strategy") in ("checkpoint", "all_checkpoints"):
+        raise ValueError(
+            f"training.hub_strategy={arguments['hub_strategy']} would publish the optimizer's "
+            "pickles: write end, or every_save for the model alone after every checkpoint"
+        )
     if effective("label_smoothing_factor") >= 1:
         raise ValueError(
             f"training.label_smoothing_factor={effective('label_smoothing_factor')} must be below 1"

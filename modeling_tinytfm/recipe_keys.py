@@ -93,6 +93,7 @@ _TRAINING_MINIMUMS: dict[str, float] = {
 }
 _FROM_TOKENIZER = "it follows from the tokenizer"
 _BY_COMMAND = "the command sets it"
+_BY_LOGIN = "a recipe is published with its run; log in by `hf auth login`"
 _BY_LAUNCHER = "torchrun or accelerate launch sets it"
 _OWN_BATCHES = "batches come from data.max_tokens or training.per_device_train_batch_size"
 _EVALUATES_BY_TOKENS = "evaluation batches by tokens: data.max_tokens"
@@ -130,7 +131,8 @@ REFUSED_KEYS: dict[str, str] = {
     "training.generation_num_beams": "write generation.num_beams",
     "training.sortish_sampler": "write data.max_tokens, which batches pairs of similar length",
     "training.local_rank": _BY_LAUNCHER,
-    "training.hub_token": "a recipe is published with its run; log in by `hf auth login`",
+    "training.hub_token": _BY_LOGIN,
+    "training.hub_always_push": "the model is pushed before training goes on",
     "training.warmup_ratio": "write training.warmup_steps; below 1 it is a share of all updates",
     "training.evaluation_strategy": "write training.eval_strategy",
     "training.overwrite_output_dir": "write training.overwrite",
@@ -149,7 +151,7 @@ REFUSED_KEYS: dict[str, str] = {
     "training.adafactor": "write training.optim: adafactor",
     "training.split_batches": _OWN_BATCHES,
     "training.dispatch_batches": _OWN_BATCHES,
-    "training.push_to_hub_token": "a recipe is published with its run; log in by `hf auth login`",
+    "training.push_to_hub_token": _BY_LOGIN,
     "training.push_to_hub_model_id": "write training.hub_model_id",
 }
 

@@ -56,6 +56,11 @@ _KEYS_OUTSIDE_THE_RUN = (
     "training.output_dir",
     "training.overwrite",
     "training.resume_from_checkpoint",
+    "training.push_to_hub",
+    "training.hub_model_id",
+    "training.hub_private_repo",
+    "training.hub_revision",
+    "training.hub_strategy",
 )
 
 
@@ -106,12 +111,27 @@ class Recipe:
             self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
         )
 
+    def without_paths(self) -> Recipe:
+        """The recipe as anybody may see it.
+
+        Files and folders have their bare names. Where the run was kept and published is left out.
+        """
+        document = self.to_dict()
+        for section in SECTIONS:
+            for name, value in list(document[section].items()):
+                if f"{section}.{name}" in _KEYS_OUTSIDE_THE_RUN:
+                    del document[section][name]
+                elif isinstance(value, str) and _is_path(section, name, value):
+                    document[section][name] = Path(value).name
+        return _build_recipe(self.name, document, {})
+
     def differences(self, other: Recipe) -> list[str]:
         """Dotted keys in which two recipes describe different runs.
 
-        A key that is missing means its default. Where a run is kept, how it is started and how
-        many processors work on it (`training.output_dir`, `training.overwrite`,
-        `training.resume_from_checkpoint`, `threads`, `data.num_proc`) makes no difference.
+        A key that is missing means its default. Where a run is kept and published, how it is
+        started and how many processors work on it (`training.output_dir`, `training.overwrite`,
+        `training.resume_from_checkpoint`, `training.push_to_hub` and its like, `threads`,
+        `data.num_proc`) makes no difference.
         """
         mine, theirs = _dotted(self.to_dict()), _dotted(other.to_dict())
         return [
@@ -172,6 +192,17 @@ def describe_keys() -> list[KeyDescription]:
             others = f"any other field of transformers.{OPEN_SECTIONS[section]}"
             rows.append(KeyDescription(f"{section}.*", "see there", None, others))
     return rows
+
+
+def _is_path(section: str, name: str, value: str) -> bool:
+    """Whether a value names a file or folder of this machine; `owner/name` is one of the Hub."""
+    if os.path.isabs(value) or value.startswith(("~", "./", "../")):
+        return True
+    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not os.path.exists(value)
+    if f"{section}.{name}" == "data.dataset_name" and is_on_hub:
+        return False
+    key = section_keys(section).get(name)
+    return key is not None and key.is_path
 
 
 def _dotted(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from .tokenization import TOKENIZER_FILES, save_tokenizer
 
 PREDICTIONS_FILE = "predictions_test.jsonl"
 CURVES_FILE = "curves.png"
+RUN_FILE = "run.json"
 RESULTS_FILE = "all_results.json"  # written last: a folder that holds it is a finished run
 Say = Callable[[str], None]
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer, WordLevelTrainer
@@ -66,7 +66,7 @@ def train_tokenizer(
     lowercase: bool = False,
     min_frequency: int | None = None,
     show_progress: bool = True,
-) -> PreTrainedTokenizerFast:
+) -> "PortableTokenizer":
     """Learn one joint vocabulary from source and target lines.
 
     | kind        | a token is                       | decoding gives back                    |
@@ -160,7 +160,7 @@ def train_tokenizer(
         pair=f"$A {eos_token} $B {eos_token}",
         special_tokens=[(eos_token, tokenizer.token_to_id(eos_token))],
     )
-    return PreTrainedTokenizerFast(
+    return PortableTokenizer(
         tokenizer_object=tokenizer,
         **SPECIAL_TOKENS,
         padding_side="right",
@@ -169,6 +169,32 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
     )
+
+
+class PortableTokenizer(PreTrainedTokenizerFast):
+    """A plain fast tokenizer that is saved, and pushed, as every transformers version loads it."""
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[str, ...]:
+        """Save as transformers does, then mend; `push_to_hub()` uploads what this has saved."""
+        files = super().save_pretrained(save_directory, **kwargs)
+        mend_tokenizer_class(save_directory)
+        if push_to_hub:
+            self.push_to_hub(repo_id or Path(save_directory).name)
+        return files
+
+
+def portable(tokenizer: Any) -> Any:
+    """The same tokenizer, as a `PortableTokenizer` if it is a plain fast one."""
+    if type(tokenizer) is PreTrainedTokenizerFast:
+        tokenizer.__class__ = PortableTokenizer  # which has no state of its own
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
@@ -199,7 +225,7 @@ def mend_tokenizer_class(folder: str | os.PathLike[str]) -> None:
     """
     config_file = Path(folder) / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    if config.get("tokenizer_class") == "TokenizersBackend":
+    if config.get("tokenizer_class") in ("TokenizersBackend", PortableTokenizer.__name__):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if "extra_special_tokens" in config:
             config["additional_special_tokens"] = config.pop("extra_special_tokens")

@@ -6,6 +6,7 @@ evaluation by the token and on generated text, and a stop at a loss that is not 
 """
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from datasets import Dataset
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -27,12 +29,14 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import speed_metrics
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, speed_metrics
 
 from .batching import PairBatchSampler
 from .data import token_lengths
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
+from .publishing import open_repository, push
 from .tokenization import mend_tokenizer_class
 from .translation import (
     BATCH_TOKENS,
@@ -44,6 +48,9 @@ from .translation import (
 )
 
 logger = logging.getLogger(__name__)
+
+# Of the Trainer's ways to publish, those that take whole checkpoints along.
+PICKLING_STRATEGIES = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 # transformers 5.17 loads the optimizer of several processes on a CPU to "cpu:0", which torch does
 # not know.
@@ -137,12 +144,19 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         eval_batch_tokens: int = BATCH_TOKENS,
         **kwargs: Any,
     ):
+        strategy = HubStrategy(args.hub_strategy)
+        if args.push_to_hub and strategy in PICKLING_STRATEGIES:
+            raise ValueError(
+                f"hub_strategy={strategy.value} would publish the optimizer's pickles: take end, "
+                "or every_save for the model alone after every checkpoint"
+            )
         use_cache = model.config.use_cache
         super().__init__(model, args, **kwargs)
         # The Trainer turned it off, in all checkpoints too. In training the model makes no cache.
         model.config.use_cache = use_cache
         self.model: Any
         self.processing_class: Any
+        self.hub_model_id: Any
         self.max_tokens = max_tokens
         self.noam = noam
         self.metric_names = list(metrics)
@@ -367,5 +381,90 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             )
         super()._save(output_dir, state_dict)
         folder = Path(output_dir or str(self.args.output_dir))
-        if self.args.should_save and (folder / "tokenizer_config.json").is_file():
+        if not self.args.should_save:
+            return
+        if (folder / "tokenizer_config.json").is_file():
             mend_tokenizer_class(folder)
+        if not re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name):
+            # A pickle, which only resuming would read.
+            (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+    # The Hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Makes the repository before training begins, unless it is there.
+
+        Raises:
+            ValueError: See `publishing.open_repository`.
+            OSError: See there.
+        """
+        if self.is_world_process_zero():
+            args = self.args
+            self.hub_model_id, _ = open_repository(
+                args.hub_model_id or Path(str(args.output_dir)).absolute().name,
+                private=args.hub_private_repo if private is None else private,
+                token=token or args.hub_token,
+            )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        *,
+        save: bool = True,
+        **choices: Any,
+    ) -> Any:
+        """Publishes the model with its tokenizer and card: see `publishing.push`.
+
+        Args:
+            commit_message: What the commit says.
+            blocking: Whether to wait until it is there.
+            token: A token of the Hub; the arguments', or the one logged in with, if None.
+            revision: A branch; the arguments' if None.
+            private: Whether only its owner may read a new repository.
+            save: Whether the model is written into `args.output_dir` first.
+            **choices: More of `publishing.push`.
+
+        Returns:
+            The address of the repository, or its Future; None on all processes but one.
+
+        Raises:
+            ValueError: See `publishing.push`.
+            OSError: See there.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        if save:
+            self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        options = {
+            "revision": revision or self.args.hub_revision,
+            "message": commit_message,
+            "token": token or self.args.hub_token,
+            **choices,
+        }
+        folder = str(self.args.output_dir)
+        if blocking:
+            return push(folder, str(self.hub_model_id), **options)
+        return HfApi().run_as_future(push, folder, str(self.hub_model_id), **options)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # The Trainer's own would publish its pickled arguments, and write into the run's folder.
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        try:
+            push(
+                checkpoint_folder,
+                str(self.hub_model_id),
+                revision=self.args.hub_revision,
+                token=self.args.hub_token,
+                message=f"Training in progress, update {self.state.global_step}",
+            )
+        except OSError as error:
+            logger.warning("not published: %s", error)  # no reason to lose the run

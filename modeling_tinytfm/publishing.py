@@ -1,0 +1,295 @@
+"""Publishes a model's folder on the Hugging Face Hub: what others need, and nothing else.
+
+Only files that are named here leave the machine, so that no pickle (`training_args.bin`, the
+optimizer of a checkpoint), no test data and no path of this machine does.
+"""
+
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
+
+from .configuration_tinytfm import TinyTFMConfig
+from .model_card import CARD_FILE, is_generated, loading_lines, make_card, read_facts
+from .recipes import RECIPE_FILE, load_recipe
+from .run_folder import CURVES_FILE, RESULTS_FILE, RUN_FILE
+from .tokenization import TOKENIZER_FILES, mend_tokenizer_class
+
+logger = logging.getLogger(__name__)
+
+# Of tokenizers that other programs made, such as Marian's.
+_OTHER_TOKENIZER_FILES = ("source.spm", "target.spm", "vocab.json", "target_vocab.json")
+CODE_FILES = ("configuration_tinytfm.py", "modeling_tinytfm.py")
+# Beside these: the weights, the card, and the recipe without its paths.
+PUBLISHED_FILES = (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    *CODE_FILES,
+    *TOKENIZER_FILES,
+    *_OTHER_TOKENIZER_FILES,
+    RESULTS_FILE,
+    RUN_FILE,
+    CURVES_FILE,
+)
+# What an earlier push, or another program's, may have left: weights of another split, and pickles.
+_OUTDATED = re.compile(
+    r"(?:model|pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?"
+    r"|training_args\.bin|optimizer\.pt|scheduler\.pt|scaler\.pt|rng_state(?:_\d+)?\.pth"
+)
+_ADVICE = {
+    401: "the token is not valid, or may not see it: `hf auth login`",
+    403: "the token may not write there: use one with write access, of that owner",
+}
+# Of the card that transformers writes where there is none.
+_EMPTY_CARD = "[More Information Needed]"
+
+
+def check_repo_id(repo_id: str) -> str:
+    """A repository's name, `name` or `owner/name`.
+
+    Raises:
+        ValueError: If the Hub would not take it.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(
+            f"{repo_id!r} is no name of a repository: write name or owner/name, of letters, "
+            f"digits, - _ . ({error})"
+        ) from None
+    return repo_id
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold a model's weights, with the index of several.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [SAFE_WEIGHTS_NAME]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        raise ValueError(f"{folder} holds no {SAFE_WEIGHTS_NAME}: there are no weights to publish")
+    parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    for name in parts:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{folder} lacks {name}, which its {index.name} names")
+    return [*parts, SAFE_WEIGHTS_INDEX_NAME]
+
+
+def files_to_publish(folder: str | Path) -> dict[str, Path | bytes]:
+    """What of a folder is published: names, and where the contents are. The card is not among it.
+
+    Args:
+        folder: A run's, a checkpoint, or any that `save_pretrained` wrote.
+
+    Raises:
+        ValueError: If it holds no model of this project that loads elsewhere.
+        OSError: If there is no such folder, or a file cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    if not (folder / CONFIG_NAME).is_file():
+        raise ValueError(f"{folder} is no model: it holds no {CONFIG_NAME}")
+    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    if config.get("model_type") != TinyTFMConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {config.get('model_type')}, not "
+            f"{TinyTFMConfig.model_type}"
+        )
+    weights = weight_files(folder)
+    missing = [name for name in CODE_FILES if not (folder / name).is_file()]
+    if missing or "AutoModel" not in config.get("auto_map", {}):
+        raise ValueError(
+            f"{folder} lacks {' and '.join(missing) or 'an auto_map in ' + CONFIG_NAME}, without "
+            "which nobody else can load it: save the model once more by its save_pretrained"
+        )
+    found: dict[str, Path | bytes] = {
+        name: folder / name for name in (*weights, *PUBLISHED_FILES) if (folder / name).is_file()
+    }
+    if TOKENIZER_FILES[1] in found:
+        found.update(_mended_tokenizer(folder))
+    if (folder / RECIPE_FILE).is_file():
+        public = load_recipe(folder / RECIPE_FILE).without_paths()
+        found[RECIPE_FILE] = public.to_yaml().encode()
+    return found
+
+
+def _mended_tokenizer(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer as every version of transformers reads them, whoever saved it."""
+    with tempfile.TemporaryDirectory() as copy:
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, copy)
+        mend_tokenizer_class(copy)
+        return {file.name: file.read_bytes() for file in Path(copy).iterdir()}
+
+
+def open_repository(
+    repo_id: str, *, private: bool | None = None, token: str | None = None
+) -> tuple[str, bool]:
+    """Makes a repository on the Hub, unless it is there.
+
+    Args:
+        repo_id: `owner/name`, or the name of one's own.
+        private: Whether only its owner may read it; where None, the owner's settings decide.
+        token: A token of the Hub; the one that `hf auth login` keeps if None.
+
+    Returns:
+        The whole name, and whether it is new.
+
+    Raises:
+        ValueError: If the name is none, nobody is logged in, or it exists and is public although
+            it should be private.
+        OSError: If the Hub cannot be reached or refuses.
+    """
+    check_repo_id(repo_id)
+    if token is None and get_token() is None:
+        raise ValueError(
+            f"{repo_id} needs an account on the Hub: log in by `hf auth login`, or set HF_TOKEN"
+        )
+    api = HfApi(token=token)
+    with _hub_errors(repo_id):
+        if "/" not in repo_id:
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
+        if not api.repo_exists(repo_id):
+            api.create_repo(repo_id, private=private)
+            return repo_id, True
+        if private and not api.model_info(repo_id).private:
+            raise ValueError(
+                f"{repo_id} exists and everybody can read it: make it private on the Hub first, or "
+                "do not ask for private"
+            )
+    return repo_id, False
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    license: str | None = None,
+    languages: Sequence[str] = (),
+    new_card: bool = False,
+    message: str | None = None,
+    token: str | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> str:
+    """Publishes a model's folder in one commit: weights, configuration, code, tokenizer, card.
+
+    A card that a person wrote, in the folder or on the Hub, is kept; where there is none, or only
+    a generated one, it is written anew from what the folder tells.
+
+    Args:
+        folder: See `files_to_publish`.
+        repo_id: `owner/name`, or the name of one's own; made if it is not there.
+        private: Whether only its owner may read a new repository.
+        revision: A branch, made if it is not there; the main one if None.
+        license: See `model_card.make_card`.
+        languages: See there.
+        new_card: Whether a generated card replaces also one that a person wrote.
+        message: What the commit says.
+        token: See `open_repository`.
+        say: Takes the lines meant for a person.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ValueError: If the folder, the name or a choice is unusable.
+        OSError: If the folder cannot be read, or the Hub cannot be reached or refuses.
+    """
+    folder = Path(folder)
+    check_repo_id(repo_id)
+    files = files_to_publish(folder)
+    repo_id, is_new = open_repository(repo_id, private=private, token=token)
+    api = HfApi(token=token)
+    with _hub_errors(repo_id):
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = set(api.list_repo_files(repo_id, revision=revision))
+        card = make_card(folder, repo_id, revision=revision, license=license, languages=languages)
+        own = _text_of(folder / CARD_FILE)
+        if own is not None and not is_generated(own) and not new_card:
+            card = own
+            say(f"{CARD_FILE} of {folder} is published as it was edited")
+        elif CARD_FILE in there and not new_card:
+            kept = _card_on_hub(api, repo_id, revision)
+            if kept is not None and not is_generated(kept) and _EMPTY_CARD not in kept:
+                card = ""
+                say(f"{CARD_FILE} of {repo_id} was edited there and stays")
+        if card:
+            files[CARD_FILE] = card.encode()
+        outdated = sorted(name for name in there - files.keys() if _OUTDATED.fullmatch(name))
+        if is_new:
+            say(f"{repo_id} is new{', and private' if private else ''}")
+        elif replaced := sorted(there & files.keys()):
+            say(f"{repo_id} exists: a new commit replaces {', '.join(replaced)}")
+        if outdated:
+            say(f"removed from {repo_id}: {', '.join(outdated)}")
+        if TOKENIZER_FILES[1] not in files:
+            say(f"{folder} holds no tokenizer, so {repo_id} will have none")
+        operations: list[Any] = [CommitOperationDelete(name) for name in outdated]
+        operations += [CommitOperationAdd(name, content) for name, content in files.items()]
+        api.create_commit(
+            repo_id,
+            operations,
+            commit_message=message or f"Publish {folder.resolve().name}",
+            revision=revision,
+        )
+    return f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
+
+
+def how_to_load(folder: str | Path, repo_id: str, revision: str | None = None) -> str:
+    """The lines of Python that load a published model."""
+    return "\n".join(loading_lines(repo_id, read_facts(folder), revision))
+
+
+def _text_of(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    try:
+        return _text_of(Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)))
+    except EntryNotFoundError:
+        return None
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Turns what the Hub's client raises into one line that names the repository, and no token."""
+    try:
+        yield
+    except OfflineModeIsEnabled:
+        raise OSError(f"{repo_id}: the Hub cannot be asked while HF_HUB_OFFLINE is set") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = _ADVICE.get(status) or error.server_message or "see the Hub's status page"
+        raise OSError(f"{repo_id}: the Hub refused ({status}): {reason}") from None
+    except HTTPError as error:
+        raise OSError(f"{repo_id}: the Hub cannot be reached ({type(error).__name__})") from None
