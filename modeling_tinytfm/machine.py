@@ -1,14 +1,17 @@
 """What a run finds: threads, processes, device and precision."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .recipes import Recipe
 
@@ -98,3 +101,41 @@ def device_arguments(values: dict[str, Any]) -> dict[str, Any]:
         has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
         bf16 = has_bf16 and not use_cpu and not fp16
     return {"use_cpu": use_cpu, "fp16": fp16, "bf16": bf16}
+
+
+def precision(arguments: TrainingArguments) -> str:
+    """The type that a run computes in."""
+    return "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
+
+
+def machine_facts(arguments: TrainingArguments, threads: int) -> dict[str, Any]:
+    """What a reader of the results should know of the machine; nothing that names it."""
+    if arguments.device.type == "cuda":
+        device = torch.cuda.get_device_name(arguments.device)
+    else:
+        device = f"{threads} threads of {_processor()}"
+    packages = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "modeling-tinytfm")
+    return {
+        "hardware": f"{arguments.world_size} x {device}" if arguments.world_size > 1 else device,
+        "processes": arguments.world_size,
+        "precision": precision(arguments),
+        "versions": {"Python": platform.python_version(), **_installed(packages)},
+    }
+
+
+def _installed(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):  # run from a checkout
+            found[package] = version(package)
+    return found
+
+
+def _processor() -> str:
+    """The CPU's name, as Linux tells it, or its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
@@ -63,6 +63,20 @@ _ADVICE = {
 }
 # Of the card that transformers writes where there is none.
 _EMPTY_CARD = "[More Information Needed]"
+
+
+class Published(NamedTuple):
+    """A published model.
+
+    Attributes:
+        repo_id: `owner/name`.
+        url: Its page on the Hub.
+        loading: The lines of Python that load it.
+    """
+
+    repo_id: str
+    url: str
+    loading: str
 
 
 def check_repo_id(repo_id: str) -> str:
@@ -198,7 +212,7 @@ def push(
     message: str | None = None,
     token: str | None = None,
     say: Callable[[str], None] = logger.info,
-) -> str:
+) -> Published:
     """Publishes a model's folder in one commit: weights, configuration, code, tokenizer, card.
 
     A card that a person wrote, in the folder or on the Hub, is kept; where there is none, or only
@@ -217,7 +231,7 @@ def push(
         say: Takes the lines meant for a person.
 
     Returns:
-        The address of the repository.
+        What is published, and where.
 
     Raises:
         ValueError: If the folder, the name or a choice is unusable.
@@ -261,12 +275,11 @@ def push(
             commit_message=message or f"Publish {folder.resolve().name}",
             revision=revision,
         )
-    return f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
-
-
-def how_to_load(folder: str | Path, repo_id: str, revision: str | None = None) -> str:
-    """The lines of Python that load a published model."""
-    return "\n".join(loading_lines(repo_id, read_facts(folder), revision))
+    return Published(
+        repo_id,
+        f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else ""),
+        "\n".join(loading_lines(repo_id, read_facts(folder), revision)),
+    )
 
 
 def _text_of(file: Path) -> str | None:

@@ -45,9 +45,10 @@ def elsewhere(tmp_path):
     """Runs Python code in a fresh process that cannot import this package; returns its output.
 
     The process has an empty cache of Hub code, no network, and `tmp_path` as working folder.
+    Keywords add to its environment.
     """
 
-    def run(code: str, *arguments: str, timeout: float = 120) -> str:
+    def run(code: str, *arguments: str, timeout: float = 120, **more: str) -> str:
         blocker = tmp_path / "blocker"
         blocker.mkdir(exist_ok=True)
         # An installed copy of the package would be found otherwise.
@@ -65,7 +66,7 @@ def elsewhere(tmp_path):
         finished = subprocess.run(
             [sys.executable, "-c", code, *arguments],
             cwd=tmp_path,
-            env=environment,
+            env=environment | more,
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -1,0 +1,59 @@
+"""Publish a model on the Hugging Face Hub: weights, configuration, code, tokenizer, card, scores.
+
+Log in once by `hf auth login`, or set HF_TOKEN. Only files that a reader needs leave this machine:
+no checkpoint, no pickle, no test data, no path.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+# A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
+os.environ.setdefault("TQDM_DELAY", "1")
+
+from transformers.utils import logging
+
+from modeling_tinytfm.publishing import push
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and publishes; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a folder that train.py made, or a checkpoint in it")
+    parser.add_argument("repo_id", help="owner/name on the Hub, or a name of your own")
+    parser.add_argument("--private", action="store_true", help="only you may read a new repository")
+    parser.add_argument("--revision", help="a branch, made if it is not there (default: main)")
+    parser.add_argument(
+        "--license", help="of the weights, as the Hub calls it: mit, cc-by-4.0, ..."
+    )
+    parser.add_argument(
+        "--language", nargs="+", default=[], help="codes, the source's first: --language en de"
+    )
+    parser.add_argument(
+        "--new-card", action="store_true", help="replace a card that a person wrote or edited"
+    )
+    parser.add_argument("--message", help="what the commit says")
+    options = parser.parse_args(argv)
+    logging.set_verbosity_error()
+    try:
+        published = push(
+            options.model,
+            options.repo_id,
+            private=options.private or None,
+            revision=options.revision,
+            license=options.license,
+            languages=options.language,
+            new_card=options.new_card,
+            message=options.message,
+            say=print,
+        )
+        print(f"{published.url}\n\n{published.loading}")
+    except (ValueError, OSError) as error:
+        print(f"push_to_hub.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
