@@ -5,10 +5,12 @@ own here: batches by a token budget, the paper's schedule, label smoothing in tr
 evaluation by the token and on generated text, and a stop at a loss that is not finite.
 """
 
+import copy
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, speed
 
 from .batching import PairBatchSampler
 from .data import token_lengths
+from .flops import SpeedMeter
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
 from .publishing import open_repository, push
+from .sharding import check_sharding, copy_whole
 from .tokenization import mend_tokenizer_class
 from .translation import (
     BATCH_TOKENS,
@@ -167,6 +171,15 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         self.label_smoother = None
         self.update_loss = torch.zeros((), device=self.args.device)
         self.signatures: dict[str, str] = {}
+        self.whole_model: Any = None
+        if self.is_fsdp_enabled:
+            check_sharding(self.accelerator)
+            self.whole_model = copy.deepcopy(model)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        self.meter = SpeedMeter(
+            model.config, dtype.get(self.accelerator.mixed_precision, torch.float32)
+        )
+        self.add_callback(self.meter)
         self.sampler: PairBatchSampler | None = None
         if self.train_dataset is not None:
             self.sampler = self._make_sampler()
@@ -221,6 +234,26 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; leaves a whole model where the weights were sharded."""
+        output = super().train(*args, **kwargs)
+        with self._whole_model():
+            whole = self.model
+        self.model = self.model_wrapped = whole
+        return output
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """Puts a whole model in the place of a sharded one; all processes enter it together."""
+        trained = self.model
+        if self.whole_model is not None and trained is not self.whole_model:
+            copy_whole(trained, self.whole_model.to(self.args.device))
+            self.model = self.whole_model
+        try:
+            yield
+        finally:
+            self.model = trained
 
     # The paper's schedule and loss
 
@@ -289,6 +322,27 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             f"Checkpoints in {self.args.output_dir} are from before it"
         )
 
+    # Speed
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:  # type: ignore[override]
+        """FLOPs of a batch, forward and backward: see `flops`."""
+        return self.meter.count(inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The Trainer's; training's lines tell its speed, too: see `flops.SpeedMeter.rates`."""
+        if "loss" in logs:
+            logs.update(self.meter.rates(self._sum_of_processes))
+        elif "total_flos" in logs:
+            rates = self.meter.overall(self._sum_of_processes)
+            logs.update({f"train_{name}": value for name, value in rates.items()})
+        super().log(logs, start_time)
+
+    def _sum_of_processes(self, values: list[float]) -> list[float]:
+        if self.args.world_size == 1:
+            return values
+        own = torch.tensor(values, dtype=torch.float64, device=self.args.device)
+        return self.accelerator.reduce(own, "sum").tolist()
+
     # Evaluation
 
     def evaluate(  # type: ignore[override]
@@ -309,7 +363,8 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         """
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         start = time.time()
-        metrics, _ = self.score(dataset, metric_key_prefix)
+        with self._whole_model():
+            metrics, _ = self.score(dataset, metric_key_prefix)
         metrics.update(speed_metrics(metric_key_prefix, start, num_samples=len(dataset)))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -373,13 +428,13 @@ class TinyTFMTrainer(Seq2SeqTrainer):
     # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        weights = self.model.state_dict() if state_dict is None else state_dict
-        if not all(torch.isfinite(weight).all() for weight in weights.values()):
-            # The last good checkpoint may be deleted for this one.
-            raise self._non_finite(
-                f"update {self.state.global_step} left weights that are not finite"
-            )
-        super()._save(output_dir, state_dict)
+        with self._whole_model():
+            if not all(torch.isfinite(weight).all() for weight in self.model.state_dict().values()):
+                # The last good checkpoint may be deleted for this one.
+                raise self._non_finite(
+                    f"update {self.state.global_step} left weights that are not finite"
+                )
+            super()._save(output_dir)
         folder = Path(output_dir or str(self.args.output_dir))
         if not self.args.should_save:
             return
@@ -429,7 +484,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             **choices: More of `publishing.push`.
 
         Returns:
-            The address of the repository, or its Future; None on all processes but one.
+            What `publishing.push` returns, or its Future; None on all processes but one.
 
         Raises:
             ValueError: See `publishing.push`.
