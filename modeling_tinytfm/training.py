@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
@@ -193,7 +194,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
                 f"one process has {self.args.n_gpu} GPUs: start a process for each (torchrun "
                 f"--nproc_per_node {self.args.n_gpu}), or let it see one (CUDA_VISIBLE_DEVICES=0)"
             )
-        source_lengths, target_lengths = token_lengths(self.train_dataset)
+        source_lengths, target_lengths = self.lengths(self.train_dataset)
         batch_size = self.args.per_device_train_batch_size if self.max_tokens is None else None
         return PairBatchSampler(
             source_lengths,
@@ -204,6 +205,10 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             num_replicas=self.args.world_size,
             rank=self.args.process_index,
         )
+
+    def lengths(self, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of each row on the source and on the target side, [rows] each."""
+        return token_lengths(dataset)
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of this process; not prepared by accelerate, which would share them out again."""
@@ -282,16 +287,21 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         """The model's own loss; in training with label smoothing, the smoothed one."""
         if not (model.training and self.smoothing):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        if "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
-        outputs = model(**inputs)
-        loss = smoothed_loss(outputs.logits, labels, self.smoothing, num_items_in_batch)
+        loss, outputs = self.smoothed(model, dict(inputs), num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The number is that of all processes, over which gradients are averaged.
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
+
+    def smoothed(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None
+    ) -> tuple[Tensor, Any]:
+        """The smoothed loss of a batch, and the model's outputs."""
+        labels = inputs.pop("labels")
+        if "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+        outputs = model(**inputs)
+        return smoothed_loss(outputs.logits, labels, self.smoothing, num_items), outputs
 
     def training_step(
         self,
