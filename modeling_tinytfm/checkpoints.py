@@ -18,6 +18,9 @@ from .tokenization import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
+# What the Trainer writes of its optimizer, without and with FSDP.
+OPTIMIZER_FILES = (("optimizer.pt",), ("pytorch_model_fsdp.bin", "optimizer.bin"))
+
 
 def checkpoint_step(folder: Path) -> int:
     """The update after which the Trainer wrote a `checkpoint-N`."""
@@ -31,19 +34,25 @@ def checkpoints(run: str | Path) -> list[Path]:
     return sorted(numbered, key=checkpoint_step)
 
 
-def what_is_missing(checkpoint: str | Path, world_size: int | None = None) -> str | None:
+def what_is_missing(
+    checkpoint: str | Path, world_size: int | None = None, *, sharded: bool = False
+) -> str | None:
     """Why a checkpoint cannot be used, e.g. because the run was killed while writing it.
 
     Args:
         checkpoint: A folder that the Trainer wrote.
         world_size: Number of processes that are to resume from it; None: only its weights are used.
+        sharded: Whether those share the weights out among them (FSDP).
 
     Returns:
         The first fault in words, or None if the checkpoint is complete.
     """
     names = ["config.json", "model.safetensors", "trainer_state.json"]
     if world_size is not None:
-        names += ["optimizer.pt", "scheduler.pt"]
+        others = OPTIMIZER_FILES[not sharded]
+        if any((Path(checkpoint) / name).is_file() for name in others):
+            return f"it was written {'without' if sharded else 'with'} FSDP ({others[-1]})"
+        names += [*OPTIMIZER_FILES[sharded], "scheduler.pt"]
         ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
         names += [f"rng_state{rank}.pth" for rank in ranks]
     for name in names:
@@ -70,28 +79,34 @@ def _is_whole(file: Path) -> bool:
     return True
 
 
-def last_complete_checkpoint(run: str | Path, world_size: int = 1) -> Path | None:
+def last_complete_checkpoint(
+    run: str | Path, world_size: int = 1, *, sharded: bool = False
+) -> Path | None:
     """The newest checkpoint that can be resumed from; others are passed over with a warning.
 
     Args:
         run: The folder of the run.
         world_size: Number of processes that are to resume.
+        sharded: Whether those share the weights out among them (FSDP).
 
     Raises:
-        ValueError: If another number of processes, which share the rows out otherwise, wrote them.
+        ValueError: If another number of processes, which share the rows out otherwise, wrote them,
+            or one that shared the weights out otherwise.
     """
     folders = checkpoints(run)[::-1]
     for folder in folders:
-        fault = what_is_missing(folder, world_size)
+        fault = what_is_missing(folder, world_size, sharded=sharded)
         if fault is None:
             return folder
         logger.warning("%s is not complete (%s): passed over", folder, fault)
     for folder in folders:
         writers = len(list(folder.glob("rng_state*.pth")))
-        if writers and what_is_missing(folder, writers) is None:
-            raise ValueError(
-                f"{folder} was written by {writers} processes and cannot be resumed by {world_size}"
-            )
+        for with_fsdp in (False, True):
+            if writers and what_is_missing(folder, writers, sharded=with_fsdp) is None:
+                raise ValueError(
+                    f"{folder} was written by {writers} processes{' with FSDP' * with_fsdp} and "
+                    f"cannot be resumed by {world_size}{' with FSDP' * sharded}"
+                )
     return None
 
 

@@ -138,7 +138,8 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
     experiment = Experiment(task, folder, trainer, sets, reports, example, threads, say)
     with main_process_first(state):
         if state.is_main_process:
-            found = find_checkpoint(recipe, folder, model, state.num_processes)
+            sharded = trainer.is_fsdp_enabled
+            found = find_checkpoint(recipe, folder, model, state.num_processes, sharded=sharded)
             claim_folder(recipe, folder, tokenizer, say)
     experiment.checkpoint = from_main_process(found)
     return experiment

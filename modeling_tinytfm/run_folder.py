@@ -114,16 +114,23 @@ def claim_folder(recipe: Recipe, folder: Path, tokenizer: Any, say: Say) -> None
 
 
 def find_checkpoint(
-    recipe: Recipe, folder: Path, model: PreTrainedModel, num_processes: int
+    recipe: Recipe, folder: Path, model: PreTrainedModel, num_processes: int, *, sharded: bool
 ) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
     Raises:
+    Args:
+        recipe: What to run.
+        folder: The run's.
+        model: The model that is to be trained.
+        num_processes: How many train it.
+        sharded: Whether they share its weights out among them (FSDP).
+
         ValueError: If the recipe names one that is not complete, or of another model.
     """
     wanted = recipe.training.resume_from_checkpoint
     if isinstance(wanted, str):
-        fault = what_is_missing(wanted, num_processes)
+        fault = what_is_missing(wanted, num_processes, sharded=sharded)
         if fault is not None:
             raise ValueError(f"training.resume_from_checkpoint={wanted} is not complete: {fault}")
         with safe_open(Path(wanted) / "model.safetensors", "pt") as weights:
@@ -142,5 +149,7 @@ def find_checkpoint(
                     f"{there.get(name)} there and {here.get(name)} here"
                 )
         return wanted
-    checkpoint = last_complete_checkpoint(folder, num_processes) if wanted else None
+    if not wanted:
+        return None
+    checkpoint = last_complete_checkpoint(folder, num_processes, sharded=sharded)
     return None if checkpoint is None else str(checkpoint)

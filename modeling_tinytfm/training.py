@@ -41,7 +41,7 @@ from .flops import SpeedMeter
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
 from .publishing import open_repository, push
-from .sharding import check_sharding, copy_whole
+from .sharding import check_sharding, copy_whole, embeddings_in_the_outermost_group
 from .tokenization import mend_tokenizer_class
 from .translation import (
     BATCH_TOKENS,
@@ -242,7 +242,10 @@ class TinyTFMTrainer(Seq2SeqTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's; leaves a whole model where the weights were sharded."""
-        output = super().train(*args, **kwargs)
+        if self.whole_model is None:
+            return super().train(*args, **kwargs)
+        with embeddings_in_the_outermost_group(self.model):
+            output = super().train(*args, **kwargs)
         with self._whole_model():
             whole = self.model
         self.model = self.model_wrapped = whole

@@ -20,6 +20,7 @@ FLOORS = (
     {"recipes"},
     {"modeling_tinytfm"},
     {"tokenization", "data", "batching", "metrics", "translation", "conversion"},
+    {"flops", "sharding"},
     {"loading", "reports", "seeing"},
     {"checkpoints"},
     {"machine", "run_folder"},
