@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, TrainerState
+from transformers import PreTrainedModel, TrainerState
 
-from .loading import load_tokenizer
+from .loading import load_tokenizer, load_weights
 from .recipes import RECIPE_FILE, load_recipe
-from .tokenization import save_tokenizer
+from .tokenization import TOKENIZER_FILES, save_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def average_checkpoints(folders: Sequence[str | Path]) -> PreTrainedModel:
             name: torch.stack([file.get_tensor(name) for file in files]).double().mean(0)
             for name in shapes[0]
         }
-    model = AutoModelForSeq2SeqLM.from_pretrained(paths[-1], trust_remote_code=False)
+    model = load_weights(paths[-1])
     model.load_state_dict(mean, strict=False)  # what it lacks is tied to what it has
     return model
 
@@ -227,6 +227,7 @@ def save_average(
             bool(chosen.get("greater_is_better")),
         )
     average_checkpoints(folders).save_pretrained(output)
-    save_tokenizer(load_tokenizer(run), output)
+    if (run / TOKENIZER_FILES[0]).is_file():
+        save_tokenizer(load_tokenizer(run), output)
     (output / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     return folders

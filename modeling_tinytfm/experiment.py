@@ -20,7 +20,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import speed_metrics
 
 from .checkpoints import average_checkpoints, best_checkpoints, last_checkpoints
-from .data import SplitReport, token_lengths
+from .classification import Classification
+from .data import SplitReport
+from .language_modeling import LanguageModel
 from .loading import load_tokenizer
 from .machine import from_main_process, main_process_first, training_arguments, use_threads
 from .recipes import Recipe
@@ -42,7 +44,11 @@ from .translation import BATCH_TOKENS
 
 logger = logging.getLogger(__name__)
 
-TASKS: dict[str, type[Task]] = {"seq2seq": Seq2Seq}
+TASKS: dict[str, type[Task]] = {
+    "seq2seq": Seq2Seq,
+    "classification": Classification,
+    "language_model": LanguageModel,
+}
 
 
 def run_recipe(recipe: Recipe, say: Say = logger.info) -> dict[str, float]:
@@ -131,7 +137,7 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         callbacks=callbacks,
         max_tokens=recipe.data.max_tokens,
         noam=recipe.training.is_noam,
-        metrics=recipe.evaluation.metrics,
+        metrics=recipe.evaluation.metrics or (),
         eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
     )
     example = task.example(texts["train"][0])
@@ -174,6 +180,7 @@ def make_tokenizer(task: Task, train: Dataset, folder: Path, say: Say) -> Any:
         min_frequency=settings.min_frequency,
         show_progress=sys.stderr.isatty(),
     )
+    task.finish_tokenizer(tokenizer)
     with tempfile.TemporaryDirectory() as unused:
         # What trains is what everybody will load.
         save_tokenizer(tokenizer, unused)
@@ -304,22 +311,25 @@ class Experiment:
                 f"{recipe.training.early_stopping_patience} times in a row"
             )
         if recipe.data.max_tokens is None:
-            batch = f"{arguments.per_device_train_batch_size} pairs"
+            batch = f"{arguments.per_device_train_batch_size} {self.task.rows}"
         else:
             batch = f"up to {recipe.data.max_tokens:,} tokens, source and target, padding included"
-        source_lengths, target_lengths = token_lengths(self.sets["train"])
+        source_lengths, target_lengths = trainer.lengths(self.sets["train"])
         real_tokens = (source_lengths.sum() + target_lengths.sum()) / max(updates_an_epoch, 1)
         precision = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
+        vocabulary = []
+        if trainer.processing_class is not None:
+            size = f"{recipe.tokenizer.kind}, {config.vocab_size:,} tokens"
+            vocabulary.append(("vocabulary", size))
+        layers = str(config.decoder_layers if config.is_decoder else config.encoder_layers)
+        if config.is_encoder_decoder:
+            layers += f" + {config.decoder_layers}"
         rows = [
             ("recipe", f"{recipe.name} -> {self.folder}"),
-            *((split, str(report)) for split, report in self.reports.items()),
+            *((split, text.describe(self.task.rows)) for split, text in self.reports.items()),
             ("first row", self.example),
-            ("vocabulary", f"{recipe.tokenizer.kind}, {config.vocab_size:,} tokens"),
-            (
-                "model",
-                f"{parameters:,} parameters; {config.encoder_layers} + {config.decoder_layers} "
-                f"layers, d_model {config.d_model}",
-            ),
+            *vocabulary,
+            ("model", f"{parameters:,} parameters; {layers} layers, d_model {config.d_model}"),
             (
                 "batch",
                 f"{batch}; x {arguments.gradient_accumulation_steps} accumulated "
@@ -376,7 +386,8 @@ class Experiment:
     def save_model(self) -> None:
         """Writes model and tokenizer into the folder, as they are published."""
         self.trainer.model.save_pretrained(self.folder)
-        save_tokenizer(self.trainer.processing_class, self.folder)
+        if self.trainer.processing_class is not None:
+            save_tokenizer(self.trainer.processing_class, self.folder)
 
     def summary(self, scores: dict[str, float], records: list[dict[str, Any]]) -> str:
         """The scores, some predictions, and what to type next."""

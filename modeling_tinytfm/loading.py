@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from .tokenization import portable
 
@@ -24,11 +30,32 @@ def load_tokenizer(name: str | Path) -> Any:
         raise OSError(f"{name}: the tokenizer cannot be read: {error}") from error
 
 
+def load_weights(name: str | Path) -> Any:
+    """A saved model, by the class that its config tells.
+
+    Raises:
+        ValueError: If there is no such class.
+        OSError: If there is none that can be read.
+    """
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    auto_class: Any = AutoModelForSequenceClassification
+    if config.is_encoder_decoder:
+        auto_class = AutoModelForSeq2SeqLM
+    elif getattr(config, "is_decoder", False):
+        auto_class = AutoModelForCausalLM
+    try:
+        return auto_class.from_pretrained(name, config=config, trust_remote_code=False)
+    except SafetensorError as error:
+        raise OSError(f"{name}: the weights cannot be read: {error}") from error
+
+
 def load_model(name: str | Path) -> tuple[Any, Any]:
     """A trained model in evaluation mode, on a GPU if there is one, and its tokenizer.
 
+    The tokenizer is None for a model that reads continuous features.
+
     Raises:
-        ValueError: If it is no sequence-to-sequence model.
+        ValueError: If it is no model.
         OSError: If there is none that can be read.
     """
     folder = Path(name)
@@ -37,9 +64,7 @@ def load_model(name: str | Path) -> tuple[Any, Any]:
     if not folder.exists() and folder.parent != Path() and folder.parent.is_dir():
         # A name on the Hub looks the same, but would have no folder of its owner's name here.
         raise FileNotFoundError(f"{name}: no such folder")
-    tokenizer = load_tokenizer(name)
-    try:
-        model = AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=False)
-    except SafetensorError as error:
-        raise OSError(f"{name}: the weights cannot be read: {error}") from error
+    model = load_weights(name)
+    reads_features = getattr(model.config, "input_feature_size", None) is not None
+    tokenizer = None if reads_features else load_tokenizer(name)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

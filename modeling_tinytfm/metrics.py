@@ -22,6 +22,7 @@ turns the one into the other.
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -407,3 +408,26 @@ def _edits_to_closest(text: str, references: Iterable[str]) -> tuple[int, int]:
         candidates.append((rate, edits, len(reference_tokens)))
     _, edits, length = min(candidates)
     return edits, length
+
+
+def class_scores(predictions: Sequence[int], labels: Sequence[int]) -> dict[str, float]:
+    """Accuracy, and the mean F1 over the classes that occur among predictions or labels.
+
+    A class's F1 is 2 tp / (2 tp + fp + fn), from 0 to 1.
+
+    Args:
+        predictions: A class of each row.
+        labels: The right ones.
+
+    Raises:
+        ValueError: If there is no row, or the two differ in length.
+    """
+    pairs = list(zip(predictions, labels, strict=True))
+    if not pairs:
+        raise ValueError("class_scores: there are no rows")
+    hits = Counter(label for prediction, label in pairs if prediction == label)
+    sizes = Counter(predictions) + Counter(labels)  # 2 tp + fp + fn
+    return {
+        "accuracy": hits.total() / len(pairs),
+        "macro_f1": sum(2 * hits[name] / size for name, size in sizes.items()) / len(sizes),
+    }

@@ -9,6 +9,7 @@ from .recipe_keys import config_class, own_keys_of, section_keys, wrong_choice
 from .settings import (
     LOSS_METRICS,
     METRIC_DESCRIPTIONS,
+    TASK_FIGURES,
     DataSettings,
     EvaluationSettings,
     TokenizerSettings,
@@ -19,12 +20,30 @@ if TYPE_CHECKING:
     from .recipes import Recipe
 
 
+# Keys of the section data that only pairs have.
+_PAIR_KEYS = (
+    "train_source_file",
+    "train_target_file",
+    "validation_source_file",
+    "validation_target_file",
+    "test_source_file",
+    "test_target_file",
+    "source_column",
+    "target_column",
+    "generator",
+    "seed",
+    "merge_references",
+    "max_target_length",
+)
+
+
 def check_recipe(recipe: Recipe) -> None:
     """Refuses a recipe whose keys do not go together.
 
     Raises:
         ValueError: With the keys' full names, their values and what to write instead.
     """
+    _check_task(recipe)
     _check_tokenizer(recipe.tokenizer)
     _check_data(recipe.data)
     _check_evaluation(recipe.evaluation)
@@ -32,6 +51,40 @@ def check_recipe(recipe: Recipe) -> None:
     _check_training(recipe.training)
     _check_model(recipe)
     _check_across_sections(recipe)
+
+
+def _check_task(recipe: Recipe) -> None:
+    """Refuses keys that mean nothing to the recipe's task."""
+    task, has_images = recipe.task, recipe.data.image_column is not None
+    is_seq2seq, is_classification = task == "seq2seq", task == "classification"
+    meaningful = {
+        **dict.fromkeys(_PAIR_KEYS, is_seq2seq),
+        "text_column": not is_seq2seq and not has_images,
+        "label_column": is_classification,
+        "image_column": is_classification,
+        "image_shift": has_images,
+        "group_column": not has_images,
+    }
+    keys = own_keys_of("data")
+    for name, is_meaningful in meaningful.items():
+        value = getattr(recipe.data, name)
+        if value != keys[name].default and not is_meaningful:
+            raise ValueError(
+                f"data.{name}={value!r} means nothing to task={task}"
+                + (" without data.image_column" if name == "image_shift" else "")
+                + (f" with data.image_column={recipe.data.image_column!r}" if has_images else "")
+            )
+    if not is_seq2seq and recipe.evaluation.metrics:
+        raise ValueError(
+            f"evaluation.metrics={recipe.evaluation.metrics!r} is for task=seq2seq: task={task} "
+            f"always reports {', '.join(TASK_FIGURES[task])}"
+        )
+    if is_classification and recipe.generation:
+        raise ValueError(f"generation={recipe.generation!r} means nothing to task=classification")
+    unused = {"classification": "decoder", "language_model": "encoder"}.get(task)
+    for name, value in recipe.model.items():
+        if unused and name.startswith(f"{unused}_"):
+            raise ValueError(f"model.{name}={value!r}: a model for task={task} has no {unused}")
 
 
 def _check_tokenizer(tokenizer: TokenizerSettings) -> None:
@@ -102,13 +155,14 @@ def _check_data(data: DataSettings) -> None:
 
 
 def _check_evaluation(evaluation: EvaluationSettings) -> None:
-    for name in evaluation.metrics:
+    metrics = evaluation.metrics or []
+    for name in metrics:
         if name in LOSS_METRICS:
             raise ValueError(f"evaluation.metrics: {name} is always reported and needs no entry")
         if name not in METRIC_DESCRIPTIONS:
             raise ValueError(wrong_choice("evaluation.metrics", name, METRIC_DESCRIPTIONS))
-    if len(set(evaluation.metrics)) < len(evaluation.metrics):
-        raise ValueError(f"evaluation.metrics={evaluation.metrics!r} names a metric twice")
+    if len(set(metrics)) < len(metrics):
+        raise ValueError(f"evaluation.metrics={metrics!r} names a metric twice")
 
 
 def _check_generation(generation: Mapping[str, Any]) -> None:
@@ -245,7 +299,8 @@ def _check_across_sections(recipe: Recipe) -> None:
         return recipe.model.get(name, keys[name].default)
 
     if effective("position_embedding_type") == "learned":
-        for key in ("max_source_length", "max_target_length"):
+        lengths = ("max_source_length", "max_target_length")
+        for key in lengths if recipe.task == "seq2seq" else lengths[:1]:
             limit = getattr(data, key)
             if limit is None or limit > effective("max_position_embeddings"):
                 raise ValueError(
@@ -273,7 +328,8 @@ def model_selection(recipe: Recipe) -> dict[str, Any]:
             return {}
         metric = "loss"
     name = metric.removeprefix("eval_")
-    known = LOSS_METRICS | {name: METRIC_DESCRIPTIONS[name] for name in recipe.evaluation.metrics}
+    known = {name: LOSS_METRICS[name] for name in TASK_FIGURES[recipe.task]}
+    known |= {name: METRIC_DESCRIPTIONS[name] for name in recipe.evaluation.metrics or ()}
     if name in METRIC_DESCRIPTIONS and name not in known:
         raise ValueError(
             f"training.metric_for_best_model={metric!r} is not measured: "

@@ -39,6 +39,7 @@ from .recipe_keys import (
 )
 from .settings import (
     NAME_PLACEHOLDER,
+    TEXT_METRICS,
     DataSettings,
     EvaluationSettings,
     TokenizerSettings,
@@ -47,7 +48,6 @@ from .settings import (
 )
 
 RECIPE_FILE = "recipe.yaml"  # in the folder of a run
-_LATER_TASKS = ("classification", "language_model")
 
 # How and where a run is made, not what it computes.
 _KEYS_OUTSIDE_THE_RUN = (
@@ -79,7 +79,11 @@ class Recipe:
     evaluation: EvaluationSettings
     model: dict[str, Any]
     generation: dict[str, Any]
-    task: Literal["seq2seq"] = setting("seq2seq", "what is learned: target text from source text")
+    task: Literal["seq2seq", "classification", "language_model"] = setting(
+        "seq2seq",
+        "what is learned: target text from source text, the class of a text or an image, "
+        "or the next token of a text",
+    )
     threads: int | None = setting(
         None,
         "CPU threads of a process; all cores divided by the local processes if null",
@@ -234,7 +238,6 @@ def _build_recipe(name: str, document: dict[str, Any], texts: Mapping[str, str])
     for key, value in document.items():
         if key not in scalars and key not in SECTIONS:
             raise ValueError(unknown_top_level_key(key, value, scalars))
-    _check_task(document.get("task"))
     top = check_values("", {key: document.get(key) for key in scalars}, scalars, texts)
 
     checked: dict[str, dict[str, Any]] = {}
@@ -259,6 +262,10 @@ def _build_recipe(name: str, document: dict[str, Any], texts: Mapping[str, str])
         generation=checked["generation"],
         **top,
     )
+    if recipe.evaluation.metrics is None:
+        metrics = list(TEXT_METRICS) if recipe.task == "seq2seq" else []
+        evaluation = dataclasses.replace(recipe.evaluation, metrics=metrics)
+        recipe = dataclasses.replace(recipe, evaluation=evaluation)
     check_recipe(recipe)
     arguments = {**recipe.training.arguments, **model_selection(recipe)}
     training = dataclasses.replace(recipe.training, arguments=arguments)
@@ -275,11 +282,6 @@ def _training_settings(name: str, values: Mapping[str, Any]) -> TrainingSettings
         arguments={key: value for key, value in values.items() if key not in own_keys},
         **own,
     )
-
-
-def _check_task(task: object) -> None:
-    if task in _LATER_TASKS:
-        raise ValueError(f"task={task} is not available yet; this version learns seq2seq")
 
 
 def _apply_override(document: dict[str, Any], override: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .metrics import METRICS
+from .settings import LOSS_METRICS
 from .translation import whole_file
 
 
@@ -34,7 +35,7 @@ def write_json(content: dict[str, Any], path: str | Path) -> None:
 
 def describe_scores(scores: dict[str, float], prefix: str) -> str:
     """The scores of a split in one line."""
-    names = ("loss", "perplexity", "token_accuracy", *METRICS)
+    names = (*LOSS_METRICS, *METRICS)
     found = {name: scores[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in scores}
     return f"{prefix}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
 
@@ -54,20 +55,24 @@ def draw_curves(history: list[dict[str, Any]], path: Path, *, smoothed: bool = F
         path: The picture.
         smoothed: Whether the training loss has label smoothing, which the validation loss has not.
     """
-    from matplotlib.figure import Figure  # slow to import, and only needed once
+    # Slow to import, and only needed once.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     def points(name: str) -> tuple[list[int], list[float]]:
         found = [(entry["step"], entry[name]) for entry in history if name in entry]
         return [step for step, _ in found], [value for _, value in found]
 
-    names = [name for name in ("token_accuracy", *METRICS) if points(f"eval_{name}")[0]]
+    shown = [name for name in LOSS_METRICS if name not in ("loss", "perplexity")]
+    names = [name for name in (*shown, *METRICS) if points(f"eval_{name}")[0]]
     figure = Figure(figsize=(7, 2.5 * (1 + len(names))), layout="constrained")
     axes = figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0]
     training = "training, with label smoothing" if smoothed else "training"
     for label, name in ((training, "loss"), ("validation", "eval_loss")):
         axes[0].plot(*points(name), marker=".", label=label)
-    axes[0].set_ylabel("loss, nats per token")
+    axes[0].set_ylabel("loss in nats")
     axes[0].legend()
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis, name in zip(axes[1:], names, strict=True):
         axis.plot(*points(f"eval_{name}"), marker=".", color="C1")
         axis.set_ylabel(f"validation {name}")

@@ -107,7 +107,8 @@ def claim_folder(recipe: Recipe, folder: Path, tokenizer: Any, say: Say) -> None
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as half_written:
         new = Path(half_written)
         (new / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
-        save_tokenizer(tokenizer, new)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new)
         # The tokenizer's own file comes last: it is what tells that there is one.
         for path in sorted(new.iterdir(), key=lambda path: path.name == TOKENIZER_FILES[0]):
             path.replace(folder / path.name)
@@ -118,7 +119,6 @@ def find_checkpoint(
 ) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
-    Raises:
     Args:
         recipe: What to run.
         folder: The run's.
@@ -126,6 +126,7 @@ def find_checkpoint(
         num_processes: How many train it.
         sharded: Whether they share its weights out among them (FSDP).
 
+    Raises:
         ValueError: If the recipe names one that is not complete, or of another model.
     """
     wanted = recipe.training.resume_from_checkpoint

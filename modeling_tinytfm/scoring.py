@@ -11,7 +11,13 @@ from .experiment import TASKS
 from .loading import load_model
 from .machine import device_arguments
 from .recipes import RECIPE_FILE, Recipe, load_recipe
-from .settings import DataSettings, EvaluationSettings, TokenizerSettings, TrainingSettings
+from .settings import (
+    TEXT_METRICS,
+    DataSettings,
+    EvaluationSettings,
+    TokenizerSettings,
+    TrainingSettings,
+)
 from .translation import BATCH_TOKENS
 
 
@@ -54,7 +60,7 @@ def score_model(
             tokenizer=TokenizerSettings(),
             data=DataSettings(),
             training=TrainingSettings(),
-            evaluation=EvaluationSettings(),
+            evaluation=EvaluationSettings(metrics=list(TEXT_METRICS)),
             model={},
             generation={},
         )
@@ -62,6 +68,7 @@ def score_model(
     rows = task.read()[0][split] if file is None else task.read_file(file)
     prefix = split if file is None else "file"
     model, tokenizer = load_model(folder)
+    task.adopt(model.config)
     encoded, _ = task.encode(rows, tokenizer, training=False)
     with tempfile.TemporaryDirectory() as unused:
         arguments = device_arguments(recipe.training.arguments)
@@ -69,7 +76,8 @@ def score_model(
             model=model,
             args=Seq2SeqTrainingArguments(output_dir=unused, **arguments),
             processing_class=tokenizer,
-            metrics=recipe.evaluation.metrics if metrics is None else metrics,
+            data_collator=task.collator(tokenizer, model),
+            metrics=(recipe.evaluation.metrics or ()) if metrics is None else metrics,
             generation={} if num_beams is None else {"num_beams": num_beams},
             eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
         )

@@ -21,7 +21,7 @@ from .data import (
 )
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .reports import shortened
-from .tasks import Task, check_generation, files_of, longest_output
+from .tasks import Column, Task, check_generation, files_of, longest_output
 from .training import TinyTFMTrainer
 from .translation import EXTRA_TOKENS, translate
 
@@ -67,9 +67,9 @@ class Seq2Seq(Task):
         )
         return texts["test"]
 
-    def lines(self, rows: Dataset) -> "_Lines":
+    def lines(self, rows: Dataset) -> Column:
         """All texts of both sides."""
-        return _Lines(rows)
+        return Column(rows, "source", "target")
 
     def encode(
         self, rows: Dataset, tokenizer: Any, *, training: bool, report: SplitReport | None = None
@@ -153,18 +153,3 @@ class Seq2Seq(Task):
     def next_step(self, folder: Path) -> str:
         """How to translate with it."""
         return f"python scripts/translate.py {shlex.quote(str(folder))}"
-
-
-class _Lines:
-    """All texts of both columns, in batches, without holding them."""
-
-    def __init__(self, pairs: Dataset):
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return 2 * len(self.pairs)
-
-    def __iter__(self):
-        for batch in self.pairs.select_columns(["source", "target"]).iter(batch_size=10_000):
-            yield from batch["source"]
-            yield from batch["target"]

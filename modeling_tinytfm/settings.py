@@ -37,20 +37,30 @@ METRIC_DESCRIPTIONS: dict[str, MetricDescription] = {
     ),
 }
 
-# Reported at every evaluation, from the loss and the logits; best models may be chosen by them.
+# Computed from the loss and the logits; best models may be chosen by them.
 LOSS_METRICS: dict[str, MetricDescription] = {
-    "loss": MetricDescription("unsmoothed cross-entropy per target token", False),
+    "loss": MetricDescription("unsmoothed cross-entropy in nats, per token or per row", False),
     "perplexity": MetricDescription("exp(loss)", False),
     "token_accuracy": MetricDescription("share of target tokens predicted, teacher-forced", True),
+    "bits_per_character": MetricDescription(
+        "cross-entropy of a text in bits, by its characters: comparable between vocabularies", False
+    ),
+    "accuracy": MetricDescription("share of rows whose class is predicted, 0..1", True),
+    "macro_f1": MetricDescription("mean over the classes of their F1 scores, 0..1", True),
 }
+# Those that a task reports at every evaluation.
+TASK_FIGURES: dict[str, tuple[str, ...]] = {
+    "seq2seq": ("loss", "perplexity", "token_accuracy"),
+    "classification": ("loss", "accuracy", "macro_f1"),
+    "language_model": ("loss", "perplexity", "token_accuracy", "bits_per_character"),
+}
+TEXT_METRICS = ("bleu", "chrf", "exact_match")  # measured by task seq2seq if a recipe names none
 NAME_PLACEHOLDER = "<recipe name>"
 
 
 def setting(default: Any, text: str, *, minimum: float | None = None, is_path: bool = False) -> Any:
     """A documented dataclass field."""
     metadata = {"text": text, "minimum": minimum, "is_path": is_path}
-    if isinstance(default, tuple):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -108,6 +118,16 @@ class DataSettings:
     group_column: str | None = setting(
         None, "rows with the same value here are never split between training and held-out rows"
     )
+    text_column: str = setting("text", "column of the text (tasks classification, language_model)")
+    label_column: str = setting("label", "column of the class (task classification)")
+    image_column: str | None = setting(
+        None,
+        "column, or array of an .npz file, with grey images in place of texts, read row by row "
+        "(task classification)",
+    )
+    image_shift: int = setting(
+        0, "pixels by which training images are moved at random, in both directions", minimum=0
+    )
     generator: Literal["reverse", "cmudict"] | None = setting(
         None, "pairs made on the spot: reversed digits, or words and their pronunciations"
     )
@@ -119,7 +139,8 @@ class DataSettings:
     )
     max_source_length: int | None = setting(
         512,
-        "tokens, </s> included (null: no limit); longer training pairs are dropped, others cut",
+        "tokens, </s> included (null: no limit); longer training rows are dropped, others cut; "
+        "a language model's texts are cut into blocks of so many, and none is dropped",
         minimum=2,
     )
     max_target_length: int | None = setting(
@@ -182,7 +203,9 @@ class TrainingSettings:
 class EvaluationSettings:
     """Section `evaluation`: what is measured and shown."""
 
-    metrics: list[str] = setting(  # noqa: RUF009 - it makes a field with a default factory
-        ("bleu", "chrf", "exact_match"), f"any of {', '.join(METRIC_DESCRIPTIONS)}"
+    metrics: list[str] | None = setting(  # noqa: RUF009 - it makes a field
+        None,
+        f"any of {', '.join(METRIC_DESCRIPTIONS)}; {', '.join(TEXT_METRICS)} if null "
+        "(task seq2seq; the others report their figures in any case)",
     )
     num_sample_predictions: int = setting(5, "predictions shown at the end of the run", minimum=0)

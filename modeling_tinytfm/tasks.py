@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
+from .configuration_tinytfm import TinyTFMConfig
 from .data import PairSource, Report, SplitReport
 from .recipes import Recipe
 from .settings import DataSettings
@@ -37,6 +38,9 @@ class Task(ABC):
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
+    def adopt(self, config: TinyTFMConfig) -> None:  # noqa: B027 - most tasks need nothing
+        """Takes from a trained model what would otherwise follow from the training rows."""
+
     @abstractmethod
     def read(self) -> tuple[DatasetDict, Report]:
         """The rows of all splits as a person wrote them, and what became of each split's lines.
@@ -54,6 +58,9 @@ class Task(ABC):
     @abstractmethod
     def lines(self, rows: Dataset) -> Iterable[str] | None:
         """The texts from which a vocabulary is learned; None if the task has none."""
+
+    def finish_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027 - most change nothing
+        """Changes what a new tokenizer puts around a text, where the task wants something else."""
 
     @abstractmethod
     def encode(
@@ -110,6 +117,21 @@ class Task(ABC):
     @abstractmethod
     def next_step(self, folder: Path) -> str:
         """What to type next, once the model is in its folder."""
+
+
+class Column:
+    """The texts of some columns, in batches, without holding them."""
+
+    def __init__(self, rows: Dataset, *names: str):
+        self.rows, self.names = rows.select_columns(list(names)), names
+
+    def __len__(self) -> int:
+        return len(self.names) * len(self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self.rows.iter(batch_size=10_000):
+            for name in self.names:
+                yield from batch[name]
 
 
 def files_of(data: DataSettings) -> dict[str, PairSource]:

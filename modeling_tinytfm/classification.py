@@ -1,0 +1,416 @@
+"""Task classification: the class of a text, or of a grey image that is read row by row.
+
+An image enters as continuous features: its rows are the positions, and a row's pixels, divided by
+255, are the features of a position.
+"""
+
+import os
+import shlex
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from datasets import Array2D, ClassLabel, Dataset, DatasetDict, Features, List, Value
+from torch import Tensor
+from transformers import BatchEncoding, DataCollatorWithPadding
+
+from .configuration_tinytfm import TinyTFMConfig
+from .data import PairSource, Report, SplitReport, load_pairs
+from .metrics import class_scores
+from .modeling_tinytfm import TinyTFMForSequenceClassification
+from .reports import shortened
+from .tasks import Column, Task, files_of
+from .tokenization import SPECIAL_TOKENS
+from .training import TinyTFMTrainer, smoothed_loss
+from .translation import budget_batches, progress_bar
+
+HELD_OUT_IMAGES = 0.1  # share of the images for each split that no file is given for
+
+
+class ClassificationTrainer(TinyTFMTrainer):
+    """Scores a classifier: loss and accuracy by the row, F1 by the class."""
+
+    def lengths(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
+        """Positions of each row, and zeros: there is no target side."""
+        lengths = lengths_of(dataset)
+        return lengths, np.zeros_like(lengths)
+
+    def smoothed(self, model: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Tensor, Any]:
+        """The smoothed loss over the classes, and the model's outputs."""
+        labels_B = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = smoothed_loss(outputs.logits[:, None], labels_B[:, None], self.smoothing, num_items)
+        return loss, outputs
+
+    @torch.inference_mode()
+    def score(self, dataset: Dataset, prefix: str) -> tuple[dict[str, float], list[Any] | None]:
+        """Scores encoded rows, sharing them out among the processes.
+
+        Returns:
+            The figures, and of each row, in the order of the set, the class and its probability.
+        """
+        mine = range(self.args.process_index, len(dataset), self.args.world_size)
+        own = dataset.select(mine) if self.args.world_size > 1 else dataset
+        fed = own.select_columns([name for name in own.column_names if name in FED_COLUMNS])
+        collator: Any = self.data_collator
+        if isinstance(collator, ImageCollator):
+            collator = ImageCollator()
+        results: list[tuple[int, float, int, float]] = [(0, 0.0, 0, 0.0)] * len(own)
+        was_training = self.model.training
+        self.model.eval()
+        with progress_bar("Scoring", len(own), self._show_progress()) as progress:
+            for batch in budget_batches(lengths_of(own).tolist(), self.eval_batch_tokens):
+                inputs = collator([fed[row] for row in batch]).to(self.args.device)
+                labels_B = inputs.pop("labels")
+                with self.accelerator.autocast():
+                    logits_BC = self.model(**inputs).logits.float()
+                losses_B = F.cross_entropy(logits_BC, labels_B, reduction="none")
+                chances_B, classes_B = logits_BC.softmax(-1).max(-1)
+                columns = (classes_B, chances_B, labels_B, losses_B)
+                rows = zip(*(column.tolist() for column in columns), strict=True)
+                for row, result in zip(batch, rows, strict=True):
+                    results[row] = result
+                progress.update(len(batch))
+        self.model.train(was_training)
+        if self.args.world_size > 1:
+            numbered = gather_object(list(zip(mine, results, strict=True)))
+            results = [result for _, result in sorted(numbered)]
+        classes, chances, labels, losses = zip(*results, strict=True)
+        figures = {"loss": float(np.mean(losses)), **class_scores(classes, labels)}
+        metrics = {f"{prefix}_{name}": value for name, value in figures.items()}
+        return metrics, list(zip(classes, chances, strict=True))
+
+
+# What a batch is made of; other columns describe predictions.
+FED_COLUMNS = ("input_ids", "attention_mask", "input_features", "labels")
+
+
+def lengths_of(dataset: Dataset) -> np.ndarray:
+    """Positions of each encoded row, [rows]."""
+    if "input_features" in dataset.column_names:
+        return np.full(len(dataset), dataset.features["input_features"].shape[0])
+    return np.array([len(ids) for ids in dataset["input_ids"][:]])
+
+
+class Classification(Task):
+    """Texts, or images, and their classes."""
+
+    trainer_class = ClassificationTrainer
+    rows = "examples"
+
+    def read(self) -> tuple[DatasetDict, Report]:
+        """Columns `source` (a text) or `image`, and `target` (the name of the class)."""
+        data = self.recipe.data
+        files = {split: self.named_classes(file) for split, file in files_of(data).items()}
+        if data.image_column is not None:
+            return load_images(files, data.image_column, data.label_column, data.max_train_samples)
+        return load_pairs(
+            files,
+            source_column=data.text_column,
+            target_column=data.label_column,
+            group_column=data.group_column,
+            max_train_samples=data.max_train_samples,
+        )
+
+    def read_file(self, path: str | Path) -> Dataset:
+        """The rows of one file, with the recipe's columns."""
+        data = self.recipe.data
+        if data.image_column is not None:
+            return read_images(path, data.image_column, data.label_column)
+        splits, _ = load_pairs(
+            {"test": path}, source_column=data.text_column, target_column=data.label_column
+        )
+        return splits["test"]
+
+    def named_classes(self, rows: PairSource) -> PairSource:
+        """A data set whose classes are their names, where it has numbers for them."""
+        column = self.recipe.data.label_column
+        if not isinstance(rows, Dataset) or column not in rows.column_names:
+            return rows
+        feature = rows.features[column]
+        named = feature.int2str if isinstance(feature, ClassLabel) else str
+        return rows.map(
+            lambda labels: {column: [named(label) for label in labels]},
+            batched=True,
+            input_columns=column,
+            features=Features({**rows.features, column: Value("string")}),
+            desc="Naming classes",
+        )
+
+    def lines(self, rows: Dataset) -> Iterable[str] | None:
+        """The texts; images need no vocabulary."""
+        return None if "image" in rows.column_names else Column(rows, "source")
+
+    def encode(
+        self, rows: Dataset, tokenizer: Any, *, training: bool, report: SplitReport | None = None
+    ) -> tuple[Dataset, SplitReport]:
+        """Token ids or pixels, and numbers of classes; outside training beside texts and names."""
+        report = report or SplitReport(pairs=len(rows))
+        if training:
+            self.classes = sorted(set(rows["target"][:]), key=natural_order)
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        targets = rows["target"][:]
+        if unknown := sorted(set(targets) - numbers.keys()):
+            raise ValueError(
+                f"data.label_column={self.recipe.data.label_column}: the class {unknown[0]!r} of a "
+                f"held-out row is none of those in training ({shortened(', '.join(self.classes))})"
+            )
+        labels = [numbers[name] for name in targets]
+        if "image" in rows.column_names:
+            encoded = rows.select_columns("image").rename_column("image", "input_features")
+            encoded = encoded.add_column("labels", labels)
+            return (encoded if training else encoded.add_column("target", targets)), report
+        limit = self.recipe.data.max_source_length
+        encoded = rows.map(
+            _encode_texts,
+            batched=True,
+            input_columns="source",
+            fn_kwargs={"tokenizer": tokenizer, "limit": limit},
+            features=Features(
+                {**rows.features, "input_ids": List(Value("int32")), "too_long": Value("bool")}
+            ),
+            num_proc=self.recipe.data.num_proc,
+            desc="Encoding texts",
+        )
+        too_long = np.array(encoded["too_long"][:])
+        encoded = encoded.remove_columns("too_long").add_column("labels", labels)
+        if not training:
+            return encoded, replace(report, truncated_sources=int(too_long.sum()))
+        if too_long.all():
+            raise ValueError(f"no row is left: all are above max_source_length={limit} tokens")
+        kept = encoded.select(np.flatnonzero(~too_long)).select_columns(["input_ids", "labels"])
+        return kept, replace(report, pairs=len(kept), source_too_long=int(too_long.sum()))
+
+    def adopt(self, config: Any) -> None:
+        """The classes of a trained model."""
+        self.classes = [config.id2label[number] for number in range(config.num_labels)]
+
+    def model(self, tokenizer: Any, train: Dataset) -> TinyTFMForSequenceClassification:
+        """A new encoder that names the classes."""
+        sizes = dict(self.recipe.model)
+        if tokenizer is None:
+            sizes["input_feature_size"] = train.features["input_features"].shape[1]
+            sizes["vocab_size"] = len(SPECIAL_TOKENS)  # none is read
+        else:
+            sizes["vocab_size"] = len(tokenizer)
+        config = TinyTFMConfig(
+            **sizes,
+            is_encoder_decoder=False,
+            problem_type="single_label_classification",
+            id2label=dict(enumerate(self.classes)),
+            label2id={name: number for number, name in enumerate(self.classes)},
+        )
+        return TinyTFMForSequenceClassification(config)
+
+    def plan(self, model: Any) -> list[tuple[str, str]]:
+        """The classes."""
+        return [("classes", f"{len(self.classes)}: {shortened(', '.join(self.classes))}")]
+
+    def example(self, row: dict[str, Any]) -> str:
+        """The text, or the size of the image, and its class."""
+        if "image" in row:
+            return f"{len(row['image'])} rows of {len(row['image'][0])} pixels  ->  {row['target']}"
+        return f"{shortened(row['source'])}  ->  {row['target']}"
+
+    def collator(self, tokenizer: Any, model: Any) -> Any:
+        """Pads token ids, or scales pixels."""
+        if tokenizer is None:
+            return ImageCollator(self.recipe.data.image_shift)
+        return DataCollatorWithPadding(tokenizer)
+
+    def predict(self, trainer: TinyTFMTrainer, rows: Dataset) -> list[Any]:
+        """Never needed: scoring predicts."""
+        return trainer.score(rows, "test")[1] or []
+
+    def records(self, rows: Dataset, predictions: list[Any]) -> Iterator[dict[str, Any]]:
+        """`source` (a text, or the number of an image), `prediction`, `probability`, `label`."""
+        texts = rows["source"][:] if "source" in rows.column_names else range(len(rows))
+        for text, label, (number, chance) in zip(
+            texts, rows["target"][:], predictions, strict=True
+        ):
+            yield {
+                "source": text,
+                "prediction": self.classes[number],
+                "probability": round(chance, 6),
+                "label": label,
+            }
+
+    def describe(self, record: dict[str, Any]) -> str:
+        """`source  ->  prediction (probability)`, and the label where it is another."""
+        line = f"{shortened(str(record['source']))}  ->  {record['prediction']}"
+        line += f" ({record['probability']:.0%})"
+        if record["prediction"] != record["label"]:
+            line += f"  (label: {record['label']})"
+        return line
+
+    def next_step(self, folder: Path) -> str:
+        """How to score it on other data."""
+        return f"python scripts/evaluate_model.py {shlex.quote(str(folder))} --file FILE"
+
+
+def natural_order(name: str) -> tuple[int, int, str]:
+    """Sorts names of classes: numbers by value, before all others."""
+    return (0, int(name), name) if name.isdecimal() else (1, 0, name)
+
+
+def _encode_texts(texts: list[str], tokenizer: Any, limit: int | None) -> dict[str, list[Any]]:
+    rows = tokenizer(texts, verbose=False)["input_ids"]
+    too_long = [limit is not None and len(ids) > limit for ids in rows]
+    rows = [
+        ids[: limit - 1] + ids[-1:] if limit is not None and cut else ids
+        for ids, cut in zip(rows, too_long, strict=True)
+    ]
+    return {"input_ids": rows, "too_long": too_long}
+
+
+@dataclass(frozen=True)
+class ImageCollator:
+    """Makes a batch of images: `input_features` [B, rows, columns] from 0 to 1, and `labels` [B].
+
+    Args:
+        shift: Each image is moved by up to so many pixels in either direction, drawn at random;
+            what comes into view is black.
+    """
+
+    shift: int = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> BatchEncoding:
+        """Stacks the rows."""
+        images_BLF = torch.from_numpy(np.stack([np.asarray(row["input_features"]) for row in rows]))
+        if self.shift:
+            height, width = images_BLF.shape[1:]
+            padded = F.pad(images_BLF, [self.shift] * 4)
+            offsets = torch.randint(2 * self.shift + 1, (len(rows), 2)).tolist()
+            moved = [
+                image[down : down + height, right : right + width]
+                for image, (down, right) in zip(padded, offsets, strict=True)
+            ]
+            images_BLF = torch.stack(moved)
+        labels_B = torch.tensor([int(row["labels"]) for row in rows])
+        return BatchEncoding({"input_features": images_BLF.float() / 255, "labels": labels_B})
+
+
+def read_images(
+    source: PairSource, image_column: str, label_column: str, name: str = ""
+) -> Dataset:
+    """Grey images and the names of their classes.
+
+    Args:
+        source: An .npz file with two arrays, a .parquet file with two columns, or a data set.
+        image_column: Images [N, height, width] of whole numbers from 0 to 255; in a column also
+            pictures as `datasets.Image` reads them, which are turned to grey.
+        label_column: Their classes.
+        name: What `source` is called in messages; its path if empty.
+
+    Returns:
+        Columns `image` (Array2D of uint8) and `target` (string).
+
+    Raises:
+        ValueError: If a name is missing, or its content is something else.
+        OSError: If the file cannot be read.
+    """
+    if isinstance(source, tuple):
+        raise ValueError(f"{source[0]}: images come from one .npz or .parquet file")
+    if isinstance(source, Dataset):
+        where, columns = name or "the data set", source
+    else:
+        where, path = os.fspath(source), Path(source)
+        if not path.exists():
+            raise FileNotFoundError(f"{where}: no such file")
+        if path.suffix == ".npz":
+            columns = read_npz(path)
+        elif path.suffix == ".parquet":
+            columns = Dataset.from_parquet(where)
+        else:
+            raise ValueError(f"{where}: images come from an .npz or a .parquet file")
+    there = columns.column_names if isinstance(columns, Dataset) else list(columns)
+    for key, column in (("image_column", image_column), ("label_column", label_column)):
+        if column not in there:
+            raise ValueError(f"{where}: no {column!r} (data.{key}); it has {', '.join(there)}")
+    pictures, labels = columns[image_column][:], columns[label_column][:]
+    grey = [
+        np.asarray(p.convert("L")) if hasattr(p, "convert") else np.asarray(p) for p in pictures
+    ]
+    shapes = {image.shape for image in grey}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2 or 0 in next(iter(shapes)):
+        found = " and ".join(sorted(map(str, shapes))[:3])
+        raise ValueError(f"{where}: images must be grey and of one size (rows, columns): {found}")
+    images = np.stack(grey)
+    if not np.issubdtype(images.dtype, np.integer) or images.min() < 0 or images.max() > 255:
+        raise ValueError(
+            f"{where}: pixels are whole numbers from 0 to 255, not {images.dtype} from "
+            f"{images.min()} to {images.max()}"
+        )
+    if len(images) != len(labels):
+        raise ValueError(f"{where}: {len(images)} images and {len(labels)} labels")
+    features = Features(
+        {"image": Array2D(shape=images.shape[1:], dtype="uint8"), "target": Value("string")}
+    )
+    content = {"image": images.astype(np.uint8), "target": [str(label) for label in labels]}
+    return Dataset.from_dict(content, features=features).with_format(
+        "numpy", columns=["image"], output_all_columns=True
+    )
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file; objects, which would be pickles, are not read.
+
+    Raises:
+        ValueError: If it holds something else.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays}
+    except (ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise ValueError(f"{path} is no .npz file of arrays: {error}") from error
+
+
+def load_images(
+    files: Mapping[str, PairSource],
+    image_column: str,
+    label_column: str,
+    max_train_samples: int | None = None,
+) -> tuple[DatasetDict, Report]:
+    """Reads images and splits them.
+
+    Without a validation or a test file, the last tenth of the training images, by position, becomes
+    the test set, and the tenth before it the validation set.
+
+    Args:
+        files: What `read_images` reads, of "train", "validation" and "test".
+        image_column: See there.
+        label_column: See there.
+        max_train_samples: Training keeps the first so many images, after splitting.
+
+    Raises:
+        ValueError: See there; or if there are too few images to hold out others.
+        OSError: See there.
+    """
+    splits = {
+        split: read_images(file, image_column, label_column, f"the {split} split")
+        for split, file in files.items()
+    }
+    train = splits["train"]
+    end, share = len(train), round(HELD_OUT_IMAGES * len(train))
+    missing = [split for split in ("test", "validation") if split not in splits]
+    if missing and not share:
+        raise ValueError(f"{len(train)} images are too few to hold out a {missing[0]} split")
+    for split in missing:
+        splits[split] = train.select(range(end - share, end))
+        end -= share
+    kept = end if max_train_samples is None else min(end, max_train_samples)
+    splits["train"] = train.select(range(kept))
+    report = {split: SplitReport(pairs=len(rows)) for split, rows in splits.items()}
+    report["train"] = replace(
+        report["train"], held_out=len(train) - end, over_max_train_samples=end - kept
+    )
+    order = ("train", "validation", "test")
+    return DatasetDict({split: splits[split] for split in order}), {
+        split: report[split] for split in order
+    }
