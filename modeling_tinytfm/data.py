@@ -70,14 +70,15 @@ def _count(line: str) -> Any:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What became of the rows of one split. `str()` gives the plan's line.
+    """What became of the rows of one split. `describe()` gives the plan's line.
 
     Every row of the split's file is counted once, in `pairs`, `empty_side`, `held_out`,
     `over_max_train_samples`, `merged`, `source_too_long` or `target_too_long`; the other
     fields describe rows that were kept.
     """
 
-    pairs: int = _count("{:,} pairs")
+    pairs: int = _count("{:,} {rows}")
+    blocks: int = _count("cut into {:,} blocks")
     held_out: int = _count("{:,} held out for other splits")
     empty_side: int = _count("{:,} dropped (a side is empty)")
     over_max_train_samples: int = _count("{:,} left out (max_train_samples)")
@@ -90,9 +91,13 @@ class SplitReport:
     sources_in_training: int = _count("{:,} with a source that also stands in training")
 
     def __str__(self) -> str:
+        return self.describe("pairs")
+
+    def describe(self, rows: str) -> str:
+        """One line for a person; `rows` is what a row is called, in the plural."""
         counts = [(getattr(self, entry.name), entry) for entry in fields(self)]
         return "; ".join(
-            entry.metadata["line"].format(count)
+            entry.metadata["line"].format(count, rows=rows)
             for count, entry in counts
             if count or entry.name == "pairs"
         )
