@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
@@ -277,7 +278,7 @@ def push(
         )
     return Published(
         repo_id,
-        f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else ""),
+        f"{api.endpoint}/{repo_id}" + (f"/tree/{quote(revision, safe='')}" if revision else ""),
         "\n".join(loading_lines(repo_id, read_facts(folder), revision)),
     )
 
@@ -306,3 +307,7 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         raise OSError(f"{repo_id}: the Hub refused ({status}): {reason}") from None
     except HTTPError as error:
         raise OSError(f"{repo_id}: the Hub cannot be reached ({type(error).__name__})") from None
+    except RuntimeError as error:  # in which a large file's upload wraps what stopped it
+        if not isinstance(error.__cause__, HTTPError):
+            raise
+        raise OSError(f"{repo_id}: {error} ({type(error.__cause__).__name__})") from None

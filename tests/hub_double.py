@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = re.compile(r"\.(safetensors|bin|pt|pth|png)$")
 NAME = r"(?P<name>[^/]+/[^/]+)"
+REVISION = r"(?P<revision>[^/]+)"  # with its own slashes encoded
 TIME = "2026-01-01T00:00:00.000Z"
 
 
@@ -227,6 +228,14 @@ class HubDouble:
         return found
 
 
+def parts(pattern: str, asked: str) -> dict[str, Any] | None:
+    """The named parts of a request, decoded; None if it is not of this kind."""
+    found = re.fullmatch(pattern, asked)
+    if found is None:
+        return None
+    return {name: part and unquote(part) for name, part in found.groupdict().items()}
+
+
 def _blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -249,14 +258,13 @@ def _handler_of(hub: HubDouble) -> type[BaseHTTPRequestHandler]:
         def answer_any(self) -> None:
             body = self.read_body()
             address = urlsplit(self.path)
-            path = unquote(address.path)
             scheme, _, token = self.headers.get("Authorization", "").partition(" ")
             with hub.lock:
-                hub.requests.append((self.command, path, token or None))
+                hub.requests.append((self.command, address.path, token or None))
                 try:
                     if scheme and token not in hub.users:
                         raise RefusedError(401, "Unauthorized", "Invalid username or password.")
-                    self.route(path, hub.users.get(token), body)
+                    self.route(address.path, hub.users.get(token), body)
                 except RefusedError as refusal:
                     headers = {"X-Error-Code": refusal.code, "X-Error-Message": str(refusal)}
                     self.send(refusal.status, refusal.body, headers)
@@ -281,39 +289,40 @@ def _handler_of(hub: HubDouble) -> type[BaseHTTPRequestHandler]:
                 self.send(200, {"errors": [], "warnings": []})
             elif asked == "POST /api/repos/create":
                 self.send(200, hub.create(user, json.loads(body)))
-            elif found := re.fullmatch(rf"POST /api/models/{NAME}/branch/(?P<branch>.+)", asked):
-                self.send(200, hub.branch(user=user, **found.groupdict()))
-            elif found := re.fullmatch(rf"POST /api/models/{NAME}/preupload/.+", asked):
+            elif found := parts(rf"POST /api/models/{NAME}/branch/(?P<branch>.+)", asked):
+                self.send(200, hub.branch(user=user, **found))
+            elif found := parts(rf"POST /api/models/{NAME}/preupload/.+", asked):
                 hub.writable(found["name"], user)
                 self.send(200, hub.preupload(json.loads(body)["files"]))
-            elif found := re.fullmatch(rf"POST /api/models/{NAME}/commit/(?P<branch>.+)", asked):
-                self.send(200, hub.commit(user=user, body=body, **found.groupdict()))
-            elif found := re.fullmatch(rf"POST /{NAME}\.git/info/lfs/objects/batch", asked):
+            elif found := parts(rf"POST /api/models/{NAME}/commit/(?P<branch>.+)", asked):
+                self.send(200, hub.commit(user=user, body=body, **found))
+            elif found := parts(rf"POST /{NAME}\.git/info/lfs/objects/batch", asked):
                 hub.writable(found["name"], user)
                 self.send(200, hub.large_batch(json.loads(body)["objects"]))
-            elif found := re.fullmatch(r"PUT /lfs/(\w+)", asked):
-                if hashlib.sha256(body).hexdigest() != found[1]:
+            elif found := parts(r"PUT /lfs/(?P<digest>\w+)", asked):
+                if hashlib.sha256(body).hexdigest() != found["digest"]:
                     raise RefusedError(422, "BadRequest", "the content has another hash")
-                hub.large_files[found[1]] = body
+                hub.large_files[found["digest"]] = body
                 self.send(200, {})
-            elif found := re.fullmatch(rf"POST /api/models/{NAME}/paths-info/(.+)", asked):
-                entries = hub.entries(found["name"], user, found[2], "")
+            elif found := parts(rf"POST /api/models/{NAME}/paths-info/{REVISION}", asked):
+                entries = hub.entries(user=user, folder="", **found)
                 is_json = "json" in self.headers.get("Content-Type", "")
                 wanted = json.loads(body) if is_json else parse_qs(body.decode())
                 self.send(200, [entry for entry in entries if entry["path"] in wanted["paths"]])
-            elif found := re.fullmatch(rf"GET /api/models/{NAME}/refs", asked):
+            elif found := parts(rf"GET /api/models/{NAME}/refs", asked):
                 branches = hub.repository(found["name"], user).branches.items()
                 refs = [
                     {"name": name, "ref": f"refs/heads/{name}", "targetCommit": target}
                     for name, target in branches
                 ]
                 self.send(200, {"branches": refs, "converts": [], "tags": []})
-            elif found := re.fullmatch(rf"GET /api/models/{NAME}/tree/([^/]+)/?(.*)", asked):
-                self.send(200, hub.entries(found["name"], user, found[2], found[3]))
-            elif found := re.fullmatch(rf"GET /api/models/{NAME}(?:/revision/(.+))?", asked):
-                self.send(200, hub.info(found["name"], user, found[2] or "main"))
-            elif found := re.fullmatch(rf"(?:GET|HEAD) /{NAME}/resolve/([^/]+)/(.+)", asked):
-                self.send_file(hub.repository(found["name"], user), found[2], found[3])
+            elif found := parts(rf"GET /api/models/{NAME}/tree/{REVISION}/?(?P<folder>.*)", asked):
+                self.send(200, hub.entries(user=user, **found))
+            elif found := parts(rf"GET /api/models/{NAME}(?:/revision/{REVISION})?", asked):
+                self.send(200, hub.info(found["name"], user, found["revision"] or "main"))
+            elif found := parts(rf"(?:GET|HEAD) /{NAME}/resolve/{REVISION}/(?P<path>.+)", asked):
+                repository = hub.repository(found["name"], user)
+                self.send_file(repository, found["revision"], found["path"])
             else:
                 raise RefusedError(404, "NoRoute", f"no route {asked}")
 
