@@ -12,6 +12,8 @@ from modeling_tinytfm.recipes import describe_keys, load_recipe
 from modeling_tinytfm.settings import (
     LOSS_METRICS,
     METRIC_DESCRIPTIONS,
+    TASK_FIGURES,
+    TEXT_METRICS,
     DataSettings,
     TokenizerSettings,
 )
@@ -391,7 +393,7 @@ def test_values_out_of_range_are_refused(load, override):
         ("model.pad_token_id", "tokenizer"),
         ("model.decoder_start_token_id", "tokenizer"),
         ("model.is_decoder", "task"),
-        ("model.num_labels", "task"),
+        ("model.num_labels", "classes in the data"),
         ("generation.eos_token_id", "tokenizer"),
         ("generation.num_return_sequences", "one prediction a row"),
         ("training.do_train", "command"),
@@ -413,10 +415,49 @@ def test_keys_that_the_user_cannot_set_say_what_to_write(load, key, instead):
         load(PAIRS, f"{key}=1")
 
 
-@pytest.mark.parametrize("task", ["classification", "language_model"])
-def test_later_tasks_are_refused_by_name(load, task):
-    with pytest.raises(ValueError, match=f"task={task} is not available yet"):
-        load(PAIRS, f"task={task}")
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["task=translation"], "is none of seq2seq, classification, language_model"),
+        (["data.text_column=line"], "data.text_column='line' means nothing to task=seq2seq"),
+        (["data.label_column=kind"], "data.label_column='kind' means nothing to task=seq2seq"),
+        (["data.image_shift=1"], "task=seq2seq without data.image_column"),
+        (["task=classification", "data.source_column=de"], "data.source_column='de' means nothing"),
+        (["task=language_model", "data.merge_references=true"], "means nothing to task=language_"),
+        (["task=language_model", "data.label_column=kind"], "means nothing to task=language_model"),
+        (
+            ["task=language_model", "data.train_file=null", "data.generator=reverse"],
+            "data.generator='reverse' means nothing to task=language_model",
+        ),
+        (
+            ["task=classification", "data.image_column=image", "data.group_column=writer"],
+            "data.group_column='writer' means nothing to task=classification with data.image_colu",
+        ),
+        (
+            ["task=classification", "evaluation.metrics=[bleu]"],
+            "task=classification always reports loss, accuracy, macro_f1",
+        ),
+        (["task=classification", "generation.num_beams=2"], "means nothing to task=classification"),
+        (["task=classification", "model.decoder_layers=2"], "task=classification has no decoder"),
+        (["task=language_model", "model.encoder_layers=2"], "task=language_model has no encoder"),
+        (
+            ["task=language_model", "training.metric_for_best_model=accuracy"],
+            "is none of loss, perplexity, token_accuracy, bits_per_character",
+        ),
+        (["task=language_model", "model.is_decoder=true"], "the task decides it"),
+    ],
+)
+def test_keys_of_another_task_are_refused_by_name(load, overrides, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load(PAIRS, *overrides)
+
+
+def test_text_metrics_are_those_of_texts(load):
+    assert load(PAIRS).evaluation.metrics == list(TEXT_METRICS)
+    for task in ("classification", "language_model"):
+        assert load(PAIRS, f"task={task}").evaluation.metrics == []
+    recipe = load(PAIRS, "task=classification", "training.metric_for_best_model=accuracy")
+    assert recipe.training.arguments["greater_is_better"] is True
 
 
 @pytest.mark.parametrize(
@@ -593,9 +634,13 @@ def test_without_a_named_metric_the_loss_decides(load):
         recipe = load(PAIRS, "training.eval_strategy=steps", f"training.{override}")
         assert recipe.training.arguments["metric_for_best_model"] == "loss"
         assert recipe.training.arguments["greater_is_better"] is False
-    for name in LOSS_METRICS:
-        recipe = load(PAIRS, f"training.metric_for_best_model=eval_{name}")
-        assert recipe.training.arguments["greater_is_better"] == (name == "token_accuracy")
+    for task, figures in TASK_FIGURES.items():
+        for name in figures:
+            chosen = (f"task={task}", f"training.metric_for_best_model=eval_{name}")
+            arguments = load(PAIRS, *chosen).training.arguments
+            rising = {"token_accuracy", "accuracy", "macro_f1"}
+            assert arguments["greater_is_better"] == (name in rising)
+    assert {name for figures in TASK_FIGURES.values() for name in figures} == set(LOSS_METRICS)
 
 
 def test_settings_are_what_their_readers_take(load, tmp_path):
@@ -760,4 +805,4 @@ def test_every_described_default_may_be_written(load):
         section, _, name = row.key.partition(".")
         if name and name in recipe.to_dict()[section] and row.key != "training.output_dir":
             written = recipe.to_dict()[section][name]
-            assert written == row.default or row.key == "data.train_file"
+            assert written == row.default or row.key in ("data.train_file", "evaluation.metrics")
