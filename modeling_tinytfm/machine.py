@@ -14,7 +14,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .recipes import Recipe
-from .sharding import shard_on_cpus_too
 
 # What a person can mend; anything else that preparation raises is a bug, and shows its traceback.
 PREPARATION_ERRORS = (ValueError, OSError, ImportError)
@@ -87,11 +86,9 @@ def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
         # torch 2.13 takes for the group itself: it crashes.
         torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
     try:
-        arguments = Seq2SeqTrainingArguments(**values)
+        return Seq2SeqTrainingArguments(**values)
     finally:
         torch.distributed.set_debug_level(debug_level)
-    shard_on_cpus_too(arguments)
-    return arguments
 
 
 def device_arguments(values: dict[str, Any]) -> dict[str, Any]:

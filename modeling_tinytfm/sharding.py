@@ -28,9 +28,10 @@ def shard_on_cpus_too(arguments: TrainingArguments) -> None:
         arguments: The Trainer's, before there is an Accelerator.
     """
     wanted = arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    state = PartialState()
-    if wanted and state.distributed_type == DistributedType.MULTI_CPU:
-        state.distributed_type = DistributedType.MULTI_GPU  # the Accelerator makes FSDP of it
+    if wanted and arguments.device.type == "cpu":
+        state = PartialState()
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU  # the Accelerator makes FSDP of it
 
 
 def check_sharding(accelerator: Accelerator) -> None:

@@ -41,7 +41,12 @@ from .flops import SpeedMeter
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
 from .publishing import open_repository, push
-from .sharding import check_sharding, copy_whole, embeddings_in_the_outermost_group
+from .sharding import (
+    check_sharding,
+    copy_whole,
+    embeddings_in_the_outermost_group,
+    shard_on_cpus_too,
+)
 from .tokenization import mend_tokenizer_class
 from .translation import (
     BATCH_TOKENS,
@@ -156,6 +161,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
                 "or every_save for the model alone after every checkpoint"
             )
         use_cache = model.config.use_cache
+        shard_on_cpus_too(args)
         super().__init__(model, args, **kwargs)
         # The Trainer turned it off, in all checkpoints too. In training the model makes no cache.
         model.config.use_cache = use_cache
