@@ -7,6 +7,7 @@ if it failed; `Experiment.run` trains.
 import logging
 import math
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -24,13 +25,21 @@ from .classification import Classification
 from .data import SplitReport
 from .language_modeling import LanguageModel
 from .loading import load_tokenizer
-from .machine import from_main_process, main_process_first, training_arguments, use_threads
+from .machine import (
+    from_main_process,
+    machine_facts,
+    main_process_first,
+    training_arguments,
+    use_threads,
+)
+from .model_card import write_card
 from .recipes import Recipe
 from .reports import describe_scores, draw_curves, mean_training_loss, write_json, write_predictions
 from .run_folder import (
     CURVES_FILE,
     PREDICTIONS_FILE,
     RESULTS_FILE,
+    RUN_FILE,
     Say,
     check_folder,
     claim_folder,
@@ -101,6 +110,8 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
     if scores is not None:
         say(f"{folder} holds this run, finished; training.overwrite=true starts it anew.")
         say(describe_scores(scores, "test"))
+        if arguments.push_to_hub:
+            say(f"publish it by: python scripts/push_to_hub.py {shlex.quote(str(folder))} NAME")
         return scores
 
     task = TASKS[recipe.task](recipe)
@@ -280,11 +291,39 @@ class Experiment:
             write_predictions(records, self.folder / PREDICTIONS_FILE)
             for split, part in results.items():
                 write_json(part, self.folder / f"{split}_results.json")
+            write_json(self.facts(), self.folder / RUN_FILE)
             write_json(scores, self.folder / RESULTS_FILE)
+            write_card(self.folder)
             self.say(self.summary(scores, records))
+            if trainer.args.push_to_hub:
+                self.publish()
         # Nobody leaves before all is written: a launcher ends the others when one process crashes
         # on its way out.
         return from_main_process(scores)
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the results should know beside the recipe."""
+        return {
+            "updates": self.trainer.state.global_step,
+            "resumed": self.checkpoint is not None,
+            "data": {name: text.describe(self.task.rows) for name, text in self.reports.items()},
+            **machine_facts(self.trainer.args, self.threads),
+        }
+
+    def publish(self) -> None:
+        """Pushes the folder, and says how anybody loads it.
+
+        Raises:
+            OSError: If that fails; the run itself is safe.
+        """
+        try:
+            published = self.trainer.push_to_hub(save=False, say=self.say)
+        except (ValueError, OSError) as error:
+            raise OSError(
+                f"{error}. {self.folder} holds the finished run: python scripts/push_to_hub.py "
+                f"{shlex.quote(str(self.folder))} {self.trainer.hub_model_id} publishes it"
+            ) from error
+        self.say(f"{published.url}\n{published.loading}")
 
     def score_test(self) -> tuple[dict[str, Any], list[str] | None]:
         """Figures of the test set with their signatures, and its predictions if there are any."""

@@ -42,6 +42,8 @@ _HUB_METRICS = {
     "perplexity": ("perplexity", "Perplexity"),
     "token_accuracy": ("accuracy", "Token accuracy"),
     "accuracy": ("accuracy", "Accuracy"),
+    "macro_f1": ("f1", "Macro F1"),
+    "bits_per_character": ("bits_per_character", "Bits per character"),
 }
 _GENERATED_DATA = {
     "reverse": "strings of digits and their reversals, generated",
@@ -204,7 +206,10 @@ class Facts:
             return "translation" if len(languages) > 1 else "text2text-generation"
         if self.config.is_decoder:
             return "text-generation"
-        return None if self.config.input_feature_size else "text-classification"
+        if not self.config.input_feature_size:
+            return "text-classification"
+        reads_images = self.recipe is not None and self.recipe.data.image_column is not None
+        return "image-classification" if reads_images else None
 
     def languages(self) -> list[str]:
         """Source and target language, if the data's columns are named after them."""
@@ -287,7 +292,7 @@ class Facts:
         else:
             what = f"a vocabulary of {config.vocab_size:,} tokens"
         return (
-            f"A small Transformer that {task}: the model of {paper} ({order}; {shape}, d_model "
+            f"A Transformer that {task}: the model of {paper} ({order}; {shape}, d_model "
             f"{config.d_model}), with {self.parameters:,} parameters and {what}."
         )
 
@@ -410,10 +415,11 @@ def _quoted(text: str) -> str:
 def _how_to_use(name: str, facts: Facts, revision: str | None) -> Iterator[str]:
     config = facts.config
     source, output = facts.example or ("Hello.", None)
-    shown = "" if output is None else f"  # [{output!r}]"
+    shown = "" if output is None else f"  # {output}"
     imports, *loading = loading_lines(name, facts, revision)
     result = "model.generate(**batch)"
     if config.is_decoder and not config.is_encoder_decoder:
+        shown = ""
         result = "model.generate(**batch, max_new_tokens=40)"
     if config.input_feature_size:
         size = config.input_feature_size
@@ -425,7 +431,7 @@ def _how_to_use(name: str, facts: Facts, revision: str | None) -> Iterator[str]:
         batch = f'batch = {{"input_ids": torch.tensor([[5, 6, {eos}]])}}  # without a tokenizer'
     needs_torch = "torch." in batch
     if facts.head() == "AutoModelForSequenceClassification":
-        prints = "print(model.config.id2label[model(**batch).logits.argmax(-1).item()])"
+        prints = f"print(model.config.id2label[model(**batch).logits.argmax(-1).item()]){shown}"
     elif facts.has_tokenizer:
         prints = f"print(tokenizer.batch_decode({result}, skip_special_tokens=True)){shown}"
     else:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 import torch
@@ -16,6 +17,7 @@ from datasets import Dataset
 from hub_double import HubDouble
 from huggingface_hub import ModelCard, constants, hf_hub_download
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from test_experiment import RECIPE, write_pairs
 from test_translation import digits  # noqa: F401 - a fixture
 from tiny import reversal_batch, tiny_config, tiny_model
 from transformers import (
@@ -35,6 +37,7 @@ from modeling_tinytfm import (
     conversion,
     translate,
 )
+from modeling_tinytfm.experiment import prepare, run_recipe
 from modeling_tinytfm.loading import load_model, load_tokenizer
 from modeling_tinytfm.machine import machine_facts
 from modeling_tinytfm.model_card import is_generated, make_card, write_card
@@ -552,6 +555,62 @@ def test_the_trainer_may_publish_as_it_goes(hub, reverser, digits, caplog):  # n
     trainer.train()
     assert trainer.state.global_step == 3
     assert "not published: ada/again: the Hub refused (401)" in caplog.text
+
+
+def test_a_run_leaves_a_card_and_publishes_itself(hub, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_pairs(Path("pairs.tsv"))
+    data = {"train_file": str(Path("pairs.tsv").absolute())}
+    Path("tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "data": data}))
+    options = ["training.push_to_hub=true", "training.hub_model_id=tiny-reverser"]
+    options += ["training.hub_private_repo=true", "training.max_steps=4"]
+    run_recipe(load_recipe("tiny.yaml", options), said.append)
+    folder = Path("outputs/tiny")
+    run = json.loads((folder / "run.json").read_text())
+    assert run["updates"] == 4
+    assert not run["resumed"]
+    assert run["data"]["train"].endswith(" pairs; 6 held out for other splits")
+    assert re.fullmatch(r"\d+ threads of .+", run["hardware"])
+    card = (folder / "README.md").read_text()
+    assert is_generated(card)
+    assert '"outputs/tiny", trust_remote_code=True' in card
+    assert str(tmp_path) not in card
+    repository = hub.repositories["ada/tiny-reverser"]
+    assert repository.private
+    assert repository.messages == ["initial commit", "Publish tiny"]  # once, with its scores
+    assert set(hub.files("ada/tiny-reverser")) == {*PUBLISHED, ".gitattributes"}
+    published = ModelCard(hub.files("ada/tiny-reverser")["README.md"].decode())
+    scores = json.loads((folder / "all_results.json").read_text())
+    seen = {result.metric_name: result.metric_value for result in published.data.eval_results}
+    assert seen["Exact match"] == scores["test_exact_match"]
+    assert f"{hub.url}/ada/tiny-reverser" in said[-1]
+    assert not any(is_pickle(content) for content in hub.files("ada/tiny-reverser").values())
+    assert not list(folder.glob("*.bin"))
+
+    # Finished is finished, whether it is published or not.
+    before = len(repository.commits)
+    run_recipe(load_recipe("tiny.yaml", options[2:] + options[:1]), said.append)
+    assert said[-1] == "publish it by: python scripts/push_to_hub.py outputs/tiny NAME"
+    assert len(repository.commits) == before
+
+
+def test_a_hub_that_fails_at_the_end_loses_nothing(hub, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_pairs(Path("pairs.tsv"))
+    Path("tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "data": {"train_file": "pairs.tsv"}}))
+    options = ["training.push_to_hub=true", "training.max_steps=4"]
+    ready = prepare(load_recipe("tiny.yaml", options), said.append)
+    hub.users.clear()
+    advice = (
+        "outputs/tiny holds the finished run: python scripts/push_to_hub.py outputs/tiny ada/tiny"
+    )
+    with pytest.raises(OSError, match=advice):
+        ready.run()
+    assert Path("outputs/tiny/all_results.json").exists()
+    # Nor does a run begin that could not be published.
+    with pytest.raises(OSError, match=r"the Hub refused \(401\)"):
+        prepare(load_recipe("tiny.yaml", [*options, "training.output_dir=other"]), said.append)
+    assert not Path("other").exists()
 
 
 # The card
