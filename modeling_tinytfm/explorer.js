@@ -123,8 +123,8 @@ const label = (token, most = 12) => {
 };
 const isolate = (text) => "\u2068" + text + "\u2069"; // a token's direction stays its own
 const named = (token) => "“" + isolate(token.shown) + "”";
-const percent = (w) => (w >= 0.0995 || w === 0 ? Math.round(w * 100) : (w * 100).toFixed(w < 0.001 ? 2 : 1)) + " %";
-const signed = (value, digits = 2) => (value < 0 ? "−" : "") + Math.abs(value).toFixed(digits);
+const percent = (w) => (w === 0 || w >= 0.0995 ? Math.round(w * 100) : w < 0.0005 ? "<0.1" : (w * 100).toFixed(1)) + " %";
+const signed = (value, digits = 2) => (value < 0 && +value.toFixed(digits) !== 0 ? "−" : "") + Math.abs(value).toFixed(digits);
 const count = (number, word) => number + " " + word + (number === 1 ? "" : "s");
 
 function queryWords(kind, query) {
@@ -282,7 +282,7 @@ function svgOf(picture, title) {
 
 // ---------------------------------------------------------------- selection
 
-const state = { kind: "cross", layer: 0, head: 0, query: 0, key: 0, temperature: 1, pair: 2 };
+const state = { kind: "cross", layer: 0, head: 0, query: 0, key: 0, temperature: 1, pair: 0 };
 // Decoder positions and source tokens that were chosen last, for views that need the other side.
 const last = { read: 0, source: 0, cross: 0 };
 const number = (kind = state.kind, layer = state.layer) => layersOf(kind)[layer];
@@ -312,6 +312,13 @@ function select(change) {
 // ---------------------------------------------------------------- 1 spotlight
 
 const chipWidth = (text, size = 14, weight = 400) => Math.max(34, widthOf(text, size, weight) + 22);
+function fitted(token, width, size, weight) {
+  for (let most = 12; most > 2; most--) {
+    const text = label(token, most);
+    if (widthOf(text, size, weight) <= width) return text;
+  }
+  return label(token, 2);
+}
 const tokenStyle = (token) => token.special ? { dash: [4, 3] } : {};
 
 function queryChoice(i, rows) {
@@ -326,7 +333,7 @@ function keyChoice(j, columns, weights, hidden) {
 }
 
 function spread(sizes, width) {
-  const n = sizes.length, slot = Math.min(112, width / n);
+  const n = sizes.length, slot = Math.min(136, width / n);
   if (Math.max(...sizes) + 10 <= slot) return sizes.map((_, i) => width / 2 + (i - (n - 1) / 2) * slot);
   const gap = Math.min(14, (width - total(sizes)) / n);
   let x = (width - total(sizes) - gap * (n - 1)) / 2;
@@ -337,6 +344,7 @@ function spotlight(p) {
   const { kind, layer, head, query, key, temperature } = state, [rows, columns] = sides(kind);
   const weights = row(kind, layer, head, query, temperature), decoder = kind !== "encoder";
   if (Math.max(rows.length, columns.length) > LINES_UP_TO) return shadedTexts(p, weights);
+  const rowSum = "the row adds up to " + sumOf(weights);
   const hidden = (j) => masked(kind, layer, head, query, j);
   const above = (i) => isolate(label(reads[i])) + " →";
   const rowSizes = rows.map((token, i) => Math.max(chipWidth(label(token), 15, 600), decoder ? widthOf(above(i), 12) + 8 : 0));
@@ -354,20 +362,20 @@ function spotlight(p) {
       });
     });
   };
-  const drawRow = (i, x, y, w, h) => {
+  const drawRow = (i, x, y, w, h, text = label(rows[i])) => {
     const on = i === query;
-    p.chip(x, y, w, h, label(rows[i]), { fill: on ? ink.accent : ink.soft, stroke: on ? ink.accent : ink.line, ink: on ? ink["accent-ink"] : ink.ink, size: 15, weight: 600, ...tokenStyle(rows[i]) });
+    p.chip(x, y, w, h, text, { fill: on ? ink.accent : ink.soft, stroke: on ? ink.accent : ink.line, ink: on ? ink["accent-ink"] : ink.ink, size: 15, weight: 600, ...tokenStyle(rows[i]) });
     p.spot(x, y, w, h, { ...queryChoice(i, rows), row: 0, turned: !across });
   };
-  const drawColumn = (j, x, y, w, h) => {
+  const drawColumn = (j, x, y, w, h, text = label(columns[j])) => {
     const off = hidden(j), colour = visibleShade(weights[j]);
-    p.chip(x, y, w, h, label(columns[j]), { fill: off ? undefined : rgb(colour), stroke: j === key ? ink.warm : ink.line, width: j === key ? 2.5 : 1, ink: off ? ink.faint : readableOn(colour), size: 15, ...(off ? { dash: [2, 4] } : tokenStyle(columns[j])) });
+    p.chip(x, y, w, h, text, { fill: off ? undefined : rgb(colour), stroke: j === key ? ink.warm : ink.line, width: j === key ? 2.5 : 1, ink: off ? ink.muted : readableOn(colour), size: 15, ...(off ? { dash: [2, 4] } : tokenStyle(columns[j])) });
     p.spot(x, y, w, h, { ...keyChoice(j, columns, weights, off), row: 1, turned: !across });
   };
   const note = (j) => hidden(j) ? "masked" : percent(weights[j]);
   const noteLook = (j) => ({ size: 12, weight: j === key ? 700 : 400, fill: weights[j] >= 0.005 ? ink.ink : ink.muted });
   if (across) {
-    const xs = spread(rowSizes, p.width), ks = spread(columnSizes, p.width), top = decoder ? 24 : 2, bottom = top + 214;
+    const xs = spread(rowSizes, p.width), ks = spread(columnSizes, p.width), top = decoder ? 26 : 2, bottom = top + 232;
     lines((i) => [xs[i], top + 38], (j) => [ks[j], bottom - 2]);
     rows.forEach((_, i) => {
       if (decoder) p.text(xs[i], 14, above(i), { anchor: "middle", size: 12, fill: i === query ? ink.warm : ink.muted, weight: i === query ? 600 : 400 });
@@ -377,25 +385,27 @@ function spotlight(p) {
       drawColumn(j, ks[j] - columnSizes[j] / 2, bottom, columnSizes[j], 36);
       p.text(ks[j], bottom + 54, columnSizes[j] > 46 || !hidden(j) ? note(j) : "—", { anchor: "middle", ...noteLook(j) });
     });
-    p.reach(bottom + 64);
+    p.text(p.width, bottom + 78, rowSum, { anchor: "end", size: 12, fill: ink.muted });
   } else {
-    const pitch = 40, half = p.width * 0.40, n = Math.max(rows.length, columns.length);
+    const pitch = 40, n = Math.max(rows.length, columns.length), span = Math.min(p.width, 860), x0 = (p.width - span) / 2;
     const yq = (i) => 18 + (i + (n - rows.length) / 2) * pitch, yk = (j) => 18 + (j + (n - columns.length) / 2) * pitch;
-    const right = p.width - 52;
-    lines((i) => [half, yq(i)], (j) => [right - Math.min(columnSizes[j], half), yk(j)]);
-    rows.forEach((_, i) => {
-      const w = Math.min(chipWidth(label(rows[i]), 15, 600), half);
-      drawRow(i, half - w, yq(i) - 16, w, 32);
-      if (decoder && half - w > 30) p.text(half - w - 7, yq(i) + 4, above(i), { anchor: "end", size: 12, fill: i === query ? ink.warm : ink.muted });
+    const half = x0 + span * 0.42, right = x0 + span * 0.6, room = span * 0.4 - 54;
+    lines((i) => [half, yq(i)], (j) => [right, yk(j)]);
+    rows.forEach((token, i) => {
+      const text = fitted(token, span * 0.26, 15, 600), w = chipWidth(text, 15, 600);
+      drawRow(i, half - w, yq(i) - 16, w, 32, text);
+      // Where there is no room, the row above shows it.
+      if (decoder && (span >= 560 || i === query || !i)) p.text(half - w - 7, yq(i) + 4, isolate(fitted(reads[i], half - x0 - w - 26, 12)) + " →", { anchor: "end", size: 12, fill: i === query ? ink.warm : ink.muted, weight: i === query ? 600 : 400 });
     });
-    columns.forEach((_, j) => {
-      const w = Math.min(columnSizes[j], half);
-      drawColumn(j, right - w, yk(j) - 16, w, 32);
-      p.text(p.width, yk(j) + 4, hidden(j) ? "—" : note(j), { anchor: "end", ...noteLook(j) });
+    columns.forEach((token, j) => {
+      const text = fitted(token, room - 22, 15), w = chipWidth(text, 15);
+      drawColumn(j, right, yk(j) - 16, w, 32, text);
+      p.text(right + w + 9, yk(j) + 4, note(j), noteLook(j));
     });
-    p.reach(n * pitch);
+    p.text(x0 + span, n * pitch + 14, rowSum, { anchor: "end", size: 12, fill: ink.muted });
   }
 }
+const sumOf = (weights) => total(Array.from(weights)).toFixed(3);
 
 function shadedTexts(p, weights) {
   const { kind, layer, head, query, key } = state, [rows, columns] = sides(kind);
@@ -420,7 +430,7 @@ function shadedTexts(p, weights) {
   p.text(x0, y0 + 13, "what it looks at", { size: 12, fill: ink.muted });
   flow(columns, x0, y0 + 26, (token) => chipWidth(label(token)), 48, (j, x, y, size) => {
     const off = masked(kind, layer, head, query, j), colour = visibleShade(weights[j]);
-    p.chip(x, y, size, 29, label(columns[j]), { fill: off ? undefined : rgb(colour), stroke: j === key ? ink.warm : ink.line, width: j === key ? 2.5 : 1, ink: off ? ink.faint : readableOn(colour), ...(off ? { dash: [2, 4] } : tokenStyle(columns[j])) });
+    p.chip(x, y, size, 29, label(columns[j]), { fill: off ? undefined : rgb(colour), stroke: j === key ? ink.warm : ink.line, width: j === key ? 2.5 : 1, ink: off ? ink.muted : readableOn(colour), ...(off ? { dash: [2, 4] } : tokenStyle(columns[j])) });
     if (weights[j] >= 0.03 || j === key) p.text(x + size / 2, y + 42, off ? "masked" : percent(weights[j]), { anchor: "middle", size: 11, fill: ink.muted });
     p.spot(x, y, size, 29, { ...keyChoice(j, columns, weights, off), row: 1 });
   });
@@ -428,20 +438,20 @@ function shadedTexts(p, weights) {
 
 function spotlightWords() {
   const { kind, layer, head, query, temperature } = state, keys = sides(kind)[1];
-  const weights = row(kind, layer, head, query, temperature), sum = total(Array.from(weights));
+  const weights = row(kind, layer, head, query, temperature);
   const best = Array.from(weights.keys()).sort((a, b) => weights[b] - weights[a]).slice(0, 3).filter((j) => weights[j] >= 0.005);
   const looks = best.map((j) => `${named(keys[j])} ${percent(weights[j])}`).join(", ");
   const who = kind === "encoder" ? `${named(source[query])} looks at` : `Having read ${named(reads[query])}, the decoder writes ${named(writes[query])} and looks at`;
   const where = { cross: "the source", encoder: "the source", decoder: "what was written so far" }[kind];
   const warmth = temperature === 1 ? "" : ` Temperature ${temperature.toFixed(2)}.`;
-  return `Layer ${number()}, head ${head + 1}. ${who} ${looks} of ${where}. The row adds up to ${sum.toFixed(4)}.${warmth}`;
+  return `Layer ${number()}, head ${head + 1}. ${who} ${looks} of ${where}. The row adds up to ${sumOf(weights)}.${warmth}`;
 }
 
 // ---------------------------------------------------------------- 2 heads
 
 function headMaps(p) {
   const { kind, temperature } = state, { shape: [L, H, Q, K], data } = array("attention." + kind), off = array("off." + kind);
-  const left = p.width < 560 ? 30 : 62, gap = p.width < 560 ? 5 : 12, each = Math.min(168, (p.width - left - gap * (H - 1)) / H);
+  const left = p.width < 560 ? 30 : 62, gap = p.width < 560 ? 5 : 12, each = Math.min(220, (p.width - left - 2 - gap * (H - 1)) / H);
   const tall = Math.max(14, Math.min(each * 1.5, each * Q / K)), below = off ? 30 : 8, of = power(temperature);
   const falls = off && Array.from({ length: L * H }, (_, i) => total(Array.from(off.data.subarray(i * Q2(off), (i + 1) * Q2(off)))));
   const most = off ? Math.max(1e-9, ...falls.map(Math.abs)) : 1;
@@ -467,7 +477,7 @@ function headMaps(p) {
         const fall = falls[l * H + h], size = Math.abs(fall) / most * each;
         p.rect(x, y + tall + 6, each, 5, { fill: ink.soft, r: 2.5 });
         if (size > 0.5) p.rect(x, y + tall + 6, size, 5, { fill: fall < 0 ? ink.negative : ink.accent, r: 2.5 });
-        p.text(x + each / 2, y + tall + 25, (fall < 0 ? "−" : "") + Math.abs(fall).toFixed(each < 44 || Math.abs(fall) >= 10 ? 1 : 2), { size: each < 44 ? 10 : 12, anchor: "middle", weight: on ? 700 : 400, fill: ink.ink });
+        p.text(x + each / 2, y + tall + 25, signed(fall, each < 44 || Math.abs(fall) >= 10 ? 1 : 2), { size: each < 44 ? 10 : 12, anchor: "middle", weight: on ? 700 : 400, fill: ink.ink });
         words += `: without it the output's log-probability ${fall < 0 ? "rises" : "falls"} by ${Math.abs(fall).toFixed(2)} nats`;
       }
       p.spot(x, y, each, tall, { group: "heads", row: l, column: h, label: words, tip: words, pressed: on, choose: () => select({ layer: l, head: h }) });
@@ -512,7 +522,7 @@ function strips(p) {
   const chosen = columns.map((_, j) => j).filter((j) => scores[j] > -Infinity).sort((a, b) => scores[b] - scores[a]).slice(0, 12);
   if (!chosen.includes(key)) chosen[chosen.length - 1] = key;
   chosen.sort((a, b) => a - b);
-  const y0 = 244, own = row(kind, layer, head, query, 1), wide = p.width >= 620, xs = [left, left + (wide ? 90 : 62), left + (wide ? 190 : 62)], span = p.width - xs[2] - 62;
+  const y0 = 252, wide = p.width >= 620, xs = [left, left + (wide ? 90 : 62), left + (wide ? 190 : 62)], span = p.width - xs[2] - 62;
   p.text(xs[0], y0, "key", { size: 12, fill: ink.muted });
   p.text(xs[1], y0, "score", { size: 12, fill: ink.muted, anchor: wide ? "start" : "middle" });
   p.text(xs[2] + (wide ? 0 : 24), y0, "softmax over all keys", { size: 12, fill: ink.muted });
@@ -524,7 +534,6 @@ function strips(p) {
     p.text(x + span * weights[j] + 8, y, weights[j].toFixed(4), { size: 12, fill: ink.muted, weight: on ? 700 : 400 });
   });
   p.reach(y0 + 20 + chosen.length * 24);
-  void own;
 }
 
 function stripWords() {
@@ -546,13 +555,14 @@ function waves(p) {
   const beside = p.width >= 760, w = beside ? p.width * 0.56 : p.width, h = 220, left = 36, here = Math.min(state.query, N - 1);
   let most = 1e-9;
   for (let n = 0; n < N; n++) for (const d of dims) most = Math.max(most, Math.abs(at(n, d)));
-  const x = (n) => left + n * (w - left - 10) / Math.max(1, N - 1), y = (v) => h / 2 - v / most * (h / 2 - 16);
+  const x = (n) => left + n * (w - left - 10) / Math.max(1, N - 1), y = (v) => h / 2 + 6 - v / most * (h / 2 - 22);
   [most, 0, -most].forEach((v) => {
     p.line(left, y(v), w, y(v), { stroke: ink.line });
     p.text(left - 8, y(v) + 4, signed(v, Math.abs(v) === 1 || !v ? 0 : 2), { size: 11, anchor: "end", fill: ink.muted });
   });
+  for (let n = 0; n < N; n += 16) p.text(x(n), h + 12, String(n), { size: 11, anchor: "middle", fill: ink.muted });
   p.line(x(here), 4, x(here), h - 4, { stroke: ink.warm, dash: [3, 4] });
-  p.text(x(here), h + 12, "position " + here, { size: 12, fill: ink.warm, anchor: here > N * 0.85 ? "end" : here < N * 0.12 ? "start" : "middle" });
+  p.text(x(here) + (here > N * 0.8 ? -5 : 5), 12, "position " + here, { size: 12, fill: ink.warm, anchor: here > N * 0.8 ? "end" : "start" });
   dims.forEach((d, c) => {
     const colour = c ? ink.negative : ink.accent;
     let path = "";
@@ -585,7 +595,7 @@ function streamRows(p) {
   const before = array("before." + stack), after = array("after." + stack), bins = before.shape[2], range = array("range." + stack).data;
   let most = 1e-9;
   for (let r = 0; r < R; r++) most = Math.max(most, at(r, 0), at(r, 1));
-  const height = wide ? 44 : 76, head = wide ? 26 : 4;
+  const height = wide ? 50 : 76, head = wide ? 26 : 4;
   const columns = wide ? { x: 190, f: 190 + (p.width - 560) / 2, angle: p.width - 350, bell: p.width - 274, std: p.width } : { x: 0, f: p.width * 0.34, angle: p.width * 0.68, bell: p.width * 0.68 + 4, std: p.width };
   const span = (wide ? (p.width - 560) / 2 : p.width * 0.34) - 52;
   if (wide) [[0, "sub-layer"], [columns.x, "length of x"], [columns.f, "length of f(x)"], [columns.angle, "angle"], [columns.bell, "before ▒ and after LayerNorm ─"]].forEach(([x, text]) => p.text(x, 12, text, { size: 12, fill: ink.muted }));
@@ -634,7 +644,6 @@ function unitsAndPath(p) {
   if (array("active." + stack)) {
     const { shape: [L, T], data } = array("active." + stack), t = Math.min(state.query, T - 1), ids = array("unit." + stack), values = array("strength." + stack), n = ids.shape[2];
     p.text(0, 14, `Feed-forward: active of ${header.units[stack]} hidden units`, { size: 14, weight: 600 });
-    const strongest = Math.max(1e-9, ...values.data);
     for (let l = 0; l < L; l++) {
       const y0 = 30 + l * 62, share = data[l * T + t], bar = w - 108;
       p.text(0, y0 + 13, "layer " + header.layers[stack][l], { size: 13 });
@@ -645,7 +654,7 @@ function unitsAndPath(p) {
       for (let i = 0; i < n; i++) {
         const place = (l * T + t) * n + i, v = values.data[place];
         p.text(56 + i * each, y0 + 34, "#" + ids.data[place], { size: 11, fill: ink.muted });
-        p.text(56 + i * each, y0 + 48, v.toFixed(2), { size: 11, weight: v > 0.6 * strongest ? 700 : 400 });
+        p.text(56 + i * each, y0 + 48, v.toFixed(2), { size: 11 });
       }
     }
     y = 30 + L * 62;
@@ -659,7 +668,7 @@ function pathPlane(p, stack, x0, y0, w) {
   for (let i = 0; i < L * T * 2; i++) { lo[i % 2] = Math.min(lo[i % 2], data[i]); hi[i % 2] = Math.max(hi[i % 2], data[i]); }
   const x = (l, i) => x0 + 30 + (data[(l * T + i) * 2] - lo[0]) / (hi[0] - lo[0] || 1) * (w - 70), y = (l, i) => y0 + 46 + (data[(l * T + i) * 2 + 1] - lo[1]) / (hi[1] - lo[1] || 1) * (h - 66);
   const share = header.variance[stack].map((v) => Math.round(v * 100));
-  p.text(x0, y0 + 14, "Path through the layers, two principal directions", { size: 14, weight: 600 });
+  p.text(x0, y0 + 14, w < 420 ? "Path in two principal directions" : "Path through the layers, in two principal directions", { size: 14, weight: 600 });
   p.rect(x0, y0 + 26, w, h, { fill: ink.soft, r: 12 });
   const taken = [];
   for (const chosen of [false, true]) for (let i = 0; i < T; i++) {
@@ -683,8 +692,7 @@ function pathPlane(p, stack, x0, y0, w) {
     place(x(l, t) + 7, y(l, t) - 5, l ? String(l) : "embedding", { size: 11, fill: ink.warm });
   }
   for (let i = 0; i < T; i++) if (i !== t) place(x(L - 1, i) + 7, y(L - 1, i) + 4, isolate(label(list[i])), { size: 12, fill: ink.muted });
-  p.text(x0, y0 + h + 44, `These two directions hold ${share[0]} % + ${share[1]} % of the variance; the rest is not drawn.`, { size: 12, fill: ink.muted });
-  p.reach(y0 + h + 52);
+  wrapped(`These two directions hold ${share[0]} % + ${share[1]} % of the variance; the rest is not drawn.`, w, 12).forEach((line, n) => p.text(x0, y0 + h + 44 + n * 17, line, { size: 12, fill: ink.muted }));
 }
 
 function stream(p) {
@@ -706,7 +714,7 @@ function moved(shape, dy) {
 
 function lens(p) {
   const best = array("lens.id"), probable = array("lens.p"), ranksOf = array("lens.rank"), entropy = array("lens.entropy"), written = array("lens.written");
-  const [L, T, K] = best.shape, t = atPosition(), left = p.width < 560 ? 44 : 82, each = p.width < 560 ? 54 : 66, perBlock = Math.max(1, Math.floor((p.width - left) / each));
+  const [L, T, K] = best.shape, t = atPosition(), left = p.width < 560 ? 44 : 82, each = p.width < 560 ? 54 : Math.max(66, Math.min(118, (p.width - left) / T)), perBlock = Math.max(1, Math.floor((p.width - left) / each));
   const shallow = L > 8 ? 30 : 36, name = (l) => l === 0 ? (p.width < 560 ? "emb." : "embedding") : (p.width < 560 ? "L" : "layer ") + l;
   let y = 0;
   for (let first = 0; first < T; first += perBlock) {
@@ -749,8 +757,8 @@ function lens(p) {
       p.rect(x, y0 + 20, Math.max(1, (span - 14) * share), 5, { fill: right ? ink.accent : ink.faint, r: 2.5 });
       p.text(x, y0 + 38, percent(share), { size: 11, fill: ink.muted });
     }
-    const rank = "number " + ranksOf.data[i], bits = entropy.data[i].toFixed(2) + " bits";
-    if (narrow) p.text(left, y0 + 53, `${isolate(label(writes[t], 6))} is ${rank}; entropy ${bits}`, { size: 11, fill: ink.muted });
+    const rank = String(ranksOf.data[i]), bits = entropy.data[i].toFixed(2) + " bits";
+    if (narrow) p.text(left, y0 + 53, `${isolate(label(writes[t], 6))} is number ${rank}; entropy ${bits}`, { size: 11, fill: ink.muted });
     else { p.text(p.width - 92, y0 + 16, rank, { size: 13, anchor: "end" }); p.text(p.width, y0 + 16, bits, { size: 13, anchor: "end" }); }
   }
   p.reach(y + 30 + L * tall);
@@ -770,7 +778,7 @@ function lensWords() {
 
 function erasing(p) {
   const { shape: [T, S], data } = array("erase"), t = atPosition(), layer = crossLayer(), head = crossHead(), beside = p.width >= 760, w = beside ? (p.width - 48) / 2 : p.width;
-  const most = Math.max(1e-9, ...data), left = 62, cell = Math.min(34, (w - left) / S), tall = Math.max(3, Math.min(cell, 26)), top = 86;
+  const most = Math.max(1e-9, ...data), left = 62, cell = Math.min(56, (w - left - 18) / S), tall = Math.max(3, Math.min(cell, 34)), top = 86;
   const weights = Array.from({ length: T }, (_, i) => row("cross", layer, head, i, state.temperature));
   const grid = (x0, y0, title, under, colour, tip) => {
     p.text(x0, y0 + 14, title, { size: 15, weight: 600 });
@@ -790,27 +798,33 @@ function erasing(p) {
   const y2 = y1 + top + T * tall + 40, fall = Array.from(data.subarray(t * S, t * S + S)), own = Array.from(weights[t]);
   const shown = source.map((_, j) => j).sort((a, b) => Math.max(own[b], fall[b] / most) - Math.max(own[a], fall[a] / most)).slice(0, 12).sort((a, b) => a - b);
   const name = p.width < 560 ? 60 : 110, span = (p.width - name) / 2 - 66;
-  p.text(0, y2, `For ${isolate(label(writes[t]))}`, { size: 14, weight: 600 });
-  p.text(name, y2, "attention weight", { size: 12, fill: ink.muted });
-  p.text(name + span + 66, y2, p.width < 560 ? "fall without it" : "fall of log-probability without it (nats)", { size: 12, fill: ink.muted });
-  const high = Math.max(1e-9, ...fall.map(Math.abs));
+  p.text(0, y2, `For ${isolate(label(writes[t]))}` + (p.width < 560 ? "" : ": the source tokens that matter most by either measure"), { size: 14, weight: 600 });
+  p.text(name, y2 + 24, "attention weight", { size: 12, fill: ink.muted });
+  p.text(name + span + 66, y2 + 24, p.width < 560 ? "fall without it" : "fall of log-probability without it (nats)", { size: 12, fill: ink.muted });
+  const high = Math.max(1e-9, ...fall.map(Math.abs)), digits = high < 0.05 ? 4 : 2;
   shown.forEach((j, n) => {
-    const y = y2 + 24 + n * 25, x = name + span + 66;
+    const y = y2 + 48 + n * 25, x = name + span + 66;
     p.text(0, y, isolate(label(source[j], p.width < 560 ? 6 : 11)), { weight: j === state.key && state.kind === "cross" ? 700 : 400 });
     p.rect(name, y - 11, Math.max(1.5, span * own[j]), 13, { fill: ink.accent, r: 3 });
     p.text(name + span * own[j] + 7, y, percent(own[j]), { size: 12, fill: ink.muted });
     p.rect(x, y - 11, Math.max(1.5, span * Math.abs(fall[j]) / high), 13, { fill: fall[j] < 0 ? undefined : ink.warm, stroke: fall[j] < 0 ? ink.warm : undefined, dash: fall[j] < 0 ? [3, 2] : undefined, r: 3 });
-    p.text(x + span * Math.abs(fall[j]) / high + 7, y, signed(fall[j]), { size: 12, fill: ink.muted });
+    p.text(x + span * Math.abs(fall[j]) / high + 7, y, signed(fall[j], digits), { size: 12, fill: ink.muted });
   });
-  p.reach(y2 + 24 + shown.length * 25);
+  p.reach(y2 + 48 + shown.length * 25);
 }
 
-/* Rank correlation of attention and erase test, a row at a time, and their mean over rows. */
-function agreement(layer, head, t = state.temperature) {
-  const { shape: [T, S], data } = array("erase"), found = [];
-  for (let i = 0; i < T; i++) found.push(rankCorrelation(row("cross", layer, head, i, t), data.subarray(i * S, i * S + S)));
-  const real = found.filter((v) => v !== null);
-  return { rows: found, mean: real.length ? total(real) / real.length : null };
+/* Rank correlation of attention and erase test, a row at a time, and their mean over rows.
+   No temperature changes the order of weights, so none changes this. */
+const agreements = new Map();
+function agreement(layer, head) {
+  const place = layer * headsOf("cross") + head;
+  if (!agreements.has(place)) {
+    const { shape: [T, S], data } = array("erase"), rows = [];
+    for (let i = 0; i < T; i++) rows.push(rankCorrelation(row("cross", layer, head, i, 1), data.subarray(i * S, i * S + S)));
+    const real = rows.filter((v) => v !== null);
+    agreements.set(place, { rows, mean: real.length ? total(real) / real.length : null });
+  }
+  return agreements.get(place);
 }
 
 function eraseWords() {
@@ -825,7 +839,7 @@ function eraseWords() {
 
 const VIEWS = [
   { id: "spotlight", title: "Who attends to whom", draw: spotlight, words: null,
-    lead: () => state.kind === "encoder" ? "Above, the source token that looks; below, the source tokens it looks at. Choose a token above." : "Above, what the decoder has just read and what it writes next; below, what it looks at. Choose a token above.",
+    lead: () => ({ cross: "Each token that is written, and small beside it the token read just before; joined to the source tokens that the decoder looks at meanwhile. Choose one.", encoder: "Each source token, joined to the source tokens it looks at. Choose one.", decoder: "Each token that is written, and small beside it the token read just before; joined to what was written so far. Later tokens are masked. Choose one." })[state.kind],
     care: () => "A line says where this head looked, not why the model decided. Each row adds up to 1, so something always gets weight." + (state.temperature === 1 ? "" : " Temperature: only these weights are changed. The layers above are not run again.") },
   { id: "heads", title: "Every layer, every head", draw: headMaps, words: headWords, needs: [],
     lead: () => "One map for each head: rows look, columns are looked at; darker is more (in the dark: brighter), by the square root of the weight. The bar below says how far the log-probability of the whole output falls when that head is switched off. Choose one.",
@@ -859,7 +873,8 @@ function element(tag, attributes = {}, ...children) {
 
 function positionControls() {
   const most = Math.floor(array("positions.decoder").shape[1] / 2) - 1;
-  state.pair = Math.min(state.pair, most);
+  // A wave of about 32 positions to begin with.
+  state.pair = Math.min(most, Math.round(most * Math.log(32 / (2 * Math.PI)) / Math.log(10000)));
   const slider = element("input", { type: "range", min: 0, max: Math.max(0, most), value: state.pair, oninput: () => select({ pair: +slider.value }) });
   return element("div", { class: "controls" }, element("label", {}, "pair of dimensions ", slider));
 }
@@ -1111,7 +1126,7 @@ async function start() {
 }
 
 /* For whoever wants to check a number, in the console or in a test. */
-const explorer = { header, state, select, row, array, vector, meeting, agreement, rankCorrelation, drawAll, svg: (id) => svgOf(framed(VIEWS.find((v) => v.id === id)), id), ready: null };
+const explorer = { header, state, select, row, array, vector, meeting, agreement, rankCorrelation, drawAll, times: () => VIEWS.map((v) => { const from = performance.now(); show(v); return [v.id, performance.now() - from]; }), svg: (id) => svgOf(framed(VIEWS.find((v) => v.id === id)), id), ready: null };
 window.explorer = explorer;
 
 start().catch((error) => {
