@@ -90,6 +90,8 @@ def look(
     """
     if detail not in DETAILS:
         raise ValueError(f"detail={detail!r} is unknown: choose one of {', '.join(DETAILS)}")
+    if tokenizer is None:
+        raise ValueError("tokenizer=None: a model that reads features instead of text has no tokens")
     if target is not None and (num_beams is not None or max_new_tokens is not None):
         raise ValueError("num_beams and max_new_tokens have no use where a target is given")
     stacks = find_stacks(model, layers)
