@@ -4,6 +4,7 @@ What comes out is an ordinary `PreTrainedTokenizerFast`: `AutoTokenizer` loads i
 this package. One vocabulary serves source and target, and every encoded line ends with one `</s>`.
 """
 
+import copy
 import json
 import logging
 import os
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers.trainers import BpeTrainer, WordLevelTrainer
+from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordLevelTrainer
 from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
-TokenizerKind = Literal["bpe", "word", "character", "regex"]
+TokenizerKind = Literal["bpe", "unigram", "word", "character", "regex"]
 Normalization = Literal["nfc", "nfkc", "nfd", "nfkd", "none"]
 
 # In the order of their ids: 0, 1, 2, 3.
@@ -36,6 +37,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 _SPECIAL_TAILS = "|".join(re.escape(token.removeprefix("<")) for token in SPECIAL_TOKENS.values())
 
+# What the library adds from one rare character of a unigram vocabulary to the next.
+_RARE_CHARACTER_STEP = 1e-4
+
 # The trainer reserves memory for the whole vocabulary at once: a slip of the finger would end the
 # process without a word.
 _LARGEST_VOCABULARY = 10_000_000
@@ -47,7 +51,7 @@ _SPACE_MARK = "\ufdd0"
 # A word with the space before it, a digit, a run of signs, or white space. Joiners stay inside
 # words (Persian, Hindi) and signs (emoji families). The limits keep a line without spaces from
 # becoming one piece, on which learning and applying merges would take quadratic time.
-_BPE_PIECES = (
+_SUBWORD_PIECES = (
     r" ?\p{L}[\p{L}\p{M}\x{200C}\x{200D}]{0,63}"
     r"| ?\p{N}"
     r"| ?[^\s\p{L}\p{N}]{1,64}"
@@ -72,13 +76,15 @@ def train_tokenizer(
     | kind        | a token is                       | decoding gives back                    |
     |-------------|----------------------------------|----------------------------------------|
     | `bpe`       | a frequent piece of a word       | the normalised line, exactly           |
+    | `unigram`   | a likely piece of a word         | the normalised line, exactly           |
     | `character` | one code point                   | the normalised line, exactly           |
     | `word`      | what stands between white space  | the words, one space between them      |
     | `regex`     | one match of `pattern`           | the tokens, spaced as in training text |
 
-    For `bpe` and `character` the alphabet of the training text is always wholly in the vocabulary,
-    so a character seen in training is never unknown. For `word` and `regex` the most frequent
-    tokens are kept and a warning counts the others, which become `<unk>`.
+    For `bpe`, `unigram` and `character` the alphabet of the training text is always wholly in the
+    vocabulary, so a character seen in training is never unknown; any other becomes `<unk>`. For
+    `word` and `regex` the most frequent tokens are kept and a warning counts the others, which
+    become `<unk>`.
 
     `regex` lets letters and phonemes share a vocabulary: with `[A-Z]+|[a-z']` the source `cat`
     becomes `c a t` and the target `K AE T` becomes `K AE T`. White space between matches only
@@ -115,11 +121,7 @@ def train_tokenizer(
     if isinstance(lines, str | bytes):
         raise TypeError("lines is one string: pass an iterable of lines, such as a list of strings")
 
-    tokenizer = Tokenizer(
-        models.BPE(unk_token=SPECIAL_TOKENS["unk_token"])
-        if kind == "bpe"
-        else models.WordLevel(unk_token=SPECIAL_TOKENS["unk_token"])
-    )
+    tokenizer = Tokenizer(_untrained_model(kind))
     normalizer = _normalizer(kind, normalization, lowercase)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -145,12 +147,13 @@ def train_tokenizer(
             show_progress=show_progress,
         )
     spacing = _Spacing(tokenizer)
+    length = len(lines) if isinstance(lines, Sized) else None
     checked_lines = _only_strings(lines)
-    tokenizer.train_from_iterator(
-        spacing.observe(checked_lines) if kind == "regex" else checked_lines,
-        trainer=trainer,
-        length=len(lines) if isinstance(lines, Sized) else None,
-    )
+    if kind == "unigram":
+        _train_unigram(tokenizer, checked_lines, vocab_size, length, show_progress)
+    else:
+        observed = spacing.observe(checked_lines) if kind == "regex" else checked_lines
+        tokenizer.train_from_iterator(observed, trainer=trainer, length=length)
 
     _fit_vocabulary(tokenizer, kind, vocab_size)
     tokenizer.decoder = _decoder(kind, spacing, tokenizer.get_vocab())
@@ -197,6 +200,29 @@ def portable(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def with_bpe_dropout(tokenizer: PreTrainedTokenizerFast, dropout: float) -> PreTrainedTokenizerFast:
+    """A copy that leaves out merges at random, for training only (BPE dropout, arXiv:1910.13267).
+
+    Every encoding draws anew, and no seed reaches the draws: `tokenizers` makes them from a
+    generator of its own.
+
+    Args:
+        tokenizer: Of kind `bpe`; it stays as it is.
+        dropout: Probability, 0 to 1, of leaving out each merge; at 1 tokens are characters.
+
+    Raises:
+        ValueError: If the tokenizer is of another kind.
+    """
+    random_tokenizer = copy.deepcopy(tokenizer)
+    model = random_tokenizer.backend_tokenizer.model
+    if not isinstance(model, models.BPE):
+        raise ValueError(
+            f"bpe_dropout={dropout} needs a tokenizer of kind bpe, not {type(model).__name__}"
+        )
+    model.dropout = dropout
+    return random_tokenizer
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
     """Save a tokenizer so that every supported transformers version loads it alike.
 
@@ -213,8 +239,8 @@ def mend_tokenizer_class(folder: str | os.PathLike[str]) -> None:
 
     transformers 5 names the class `TokenizersBackend` and lists `extra_special_tokens`, and version
     4 can read neither; both read `PreTrainedTokenizerFast` and `additional_special_tokens`. Padding
-    and truncation of the last call, which every save writes into `tokenizer.json`, are taken out.
-    Call this after each save that is not `save_tokenizer`.
+    and truncation of the last call, which every save writes into `tokenizer.json`, are taken out,
+    and so is BPE dropout. Call this after each save that is not `save_tokenizer`.
 
     Args:
         folder: Holds `tokenizer_config.json` and `tokenizer.json`. A tokenizer of another class
@@ -235,9 +261,12 @@ def mend_tokenizer_class(folder: str | os.PathLike[str]) -> None:
     tokenizer_file = Path(folder) / "tokenizer.json"
     if tokenizer_file.is_file():
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        if tokenizer.padding is not None or tokenizer.truncation is not None:
+        dropout = getattr(tokenizer.model, "dropout", None)
+        if any(part is not None for part in (tokenizer.padding, tokenizer.truncation, dropout)):
             tokenizer.no_padding()
             tokenizer.no_truncation()
+            if dropout is not None:
+                tokenizer.model.dropout = None
             tokenizer.save(str(tokenizer_file))
 
 
@@ -334,9 +363,9 @@ def _check_settings(
         )
     if kind == "regex" and not pattern:
         raise ValueError("kind='regex' needs a pattern, such as pattern=\"[A-Z]+|[a-z']\"")
-    if kind == "character" and min_frequency is not None:
+    if kind in ("character", "unigram") and min_frequency is not None:
         raise ValueError(
-            f"min_frequency={min_frequency} is not for kind='character', which keeps every "
+            f"min_frequency={min_frequency} is not for kind={kind!r}, which keeps every "
             "character: leave it out"
         )
     if min_frequency is not None and min_frequency < 1:
@@ -355,6 +384,66 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _untrained_model(kind: TokenizerKind) -> models.Model:
+    if kind == "unigram":
+        return models.Unigram()
+    model = models.BPE if kind == "bpe" else models.WordLevel
+    return model(unk_token=SPECIAL_TOKENS["unk_token"])
+
+
+def _train_unigram(
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    vocab_size: int,
+    length: int | None,
+    show_progress: bool,
+) -> None:
+    """Learn the pieces and their scores, the same ones from the same lines."""
+    trainer = UnigramTrainer(
+        vocab_size=vocab_size,
+        unk_token=SPECIAL_TOKENS["unk_token"],
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        show_progress=show_progress,
+    )
+    alphabet: set[str] = set()
+    normalizer = tokenizer.normalizer  # in training, the tokenizer itself is locked
+
+    def observed() -> Iterator[str]:
+        for line in lines:
+            alphabet.update(normalizer.normalize_str(line))
+            yield line
+
+    try:
+        tokenizer.train_from_iterator(observed(), trainer=trainer, length=length)
+    except Exception:  # the bindings raise no narrower class
+        # The library knows two refusals, no text and too many characters, and says less of them.
+        if alphabet and len(alphabet) + len(SPECIAL_TOKENS) <= vocab_size:
+            raise
+    if len(alphabet) + len(SPECIAL_TOKENS) > vocab_size:
+        raise _too_small(vocab_size, len(alphabet))
+    model = json.loads(tokenizer.to_str())["model"]
+    scores = {piece: round(score, 6) for piece, score in model["vocab"][len(SPECIAL_TOKENS) :]}
+    # The library scores rare characters in the random order of a hash table, each a step above the
+    # one before it. They get one score, and all pieces an order, to be the same in every run.
+    least = min(scores.values(), default=0.0)
+    for piece in scores:
+        steps = (scores[piece] - least) / _RARE_CHARACTER_STEP
+        if len(piece) == 1 and steps < len(alphabet) and abs(steps - round(steps)) < 0.02:
+            scores[piece] = least
+    ordered = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+    specials = [(token, 0.0) for token in SPECIAL_TOKENS.values()]
+    unk_id = list(SPECIAL_TOKENS).index("unk_token")
+    tokenizer.model = models.Unigram([*specials, *ordered], unk_id, byte_fallback=False)
+
+
+def _too_small(vocab_size: int, characters: int) -> ValueError:
+    return ValueError(
+        f"vocab_size={vocab_size} is smaller than the {characters} different characters of the "
+        f"training text and the {len(SPECIAL_TOKENS)} special tokens: set it to "
+        f"{characters + len(SPECIAL_TOKENS)} or more, or clean the text of rare characters"
+    )
+
+
 def _normalizer(
     kind: TokenizerKind, normalization: Normalization, lowercase: bool
 ) -> normalizers.Normalizer | None:
@@ -364,15 +453,15 @@ def _normalizer(
     if lowercase:
         # Lower-casing can undo the form (Greek capitals with two accents): bring it back.
         steps = [*steps, normalizers.Lowercase(), *steps]
-    if kind == "bpe":
+    if kind in ("bpe", "unigram"):
         # The first word of a line gets the space that all others have, to be the same token.
         steps.append(normalizers.Prepend(" "))
     return normalizers.Sequence(steps) if steps else None
 
 
 def _splitter(kind: TokenizerKind, pattern: str) -> pre_tokenizers.PreTokenizer:
-    if kind == "bpe":
-        return pre_tokenizers.Split(Regex(_BPE_PIECES), "isolated")
+    if kind in ("bpe", "unigram"):
+        return pre_tokenizers.Split(Regex(_SUBWORD_PIECES), "isolated")
     if kind == "character":
         return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     if kind == "word":
@@ -386,7 +475,7 @@ def _splitter(kind: TokenizerKind, pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _decoder(kind: TokenizerKind, spacing: _Spacing, tokens: Iterable[str]) -> decoders.Decoder:
-    if kind == "bpe":
+    if kind in ("bpe", "unigram"):
         return decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", left=1, right=0)])
     if kind == "character":
         return decoders.Fuse()
@@ -405,11 +494,7 @@ def _fit_vocabulary(tokenizer: Tokenizer, kind: TokenizerKind, vocab_size: int) 
         return
     if kind in ("bpe", "character"):
         # Merges stop at vocab_size, so what stands above it are characters alone.
-        raise ValueError(
-            f"vocab_size={vocab_size} is smaller than the {learnt} different characters of the "
-            f"training text and the {len(SPECIAL_TOKENS)} special tokens: set it to {len(vocab)} "
-            "or more, or clean the text of rare characters"
-        )
+        raise _too_small(vocab_size, learnt)
     kept = {token: index for token, index in vocab.items() if index < vocab_size}
     tokenizer.model = models.WordLevel(kept, unk_token=SPECIAL_TOKENS["unk_token"])
     logger.warning(

@@ -22,11 +22,12 @@ from modeling_tinytfm.tokenization import (
     mend_tokenizer_class,
     save_tokenizer,
     train_tokenizer,
+    with_bpe_dropout,
 )
 
 PAD, BOS, EOS, UNK = range(4)
-KINDS = ("bpe", "word", "character", "regex")
-EXACT_KINDS = ("bpe", "character")
+KINDS = ("bpe", "unigram", "word", "character", "regex")
+EXACT_KINDS = ("bpe", "unigram", "character")
 LETTERS_AND_PHONEMES = "[A-Z]+|[a-z']"
 
 ODD_LINES = [
@@ -139,6 +140,89 @@ def test_bpe_learns_no_merge_rarer_than_min_frequency():
     alphabet = len(set(" ".join(lines))) + len(SPECIAL_TOKENS)
     assert sizes[0] > sizes[1] > sizes[2] > sizes[3] == alphabet
     assert len(train_tokenizer(lines, vocab_size=99, show_progress=False)) == sizes[1]
+
+
+def likeliest_pieces(word: str, scores: dict[str, float]) -> float:
+    """The best sum of scores of all ways to cut a word."""
+    cuts = range(1, len(word) + 1)
+    return max(
+        (
+            scores[word[:cut]] + (likeliest_pieces(word[cut:], scores) if word[cut:] else 0)
+            for cut in cuts
+            if word[:cut] in scores
+        ),
+        default=-1e9,
+    )
+
+
+def test_unigram_cuts_a_word_into_its_likeliest_pieces():
+    rng = random.Random(6)
+    stems, endings = ["walk", "talk", "jump", "häng", "sing"], ["", "ed", "ing", "s", "er"]
+    words = [rng.choice(stems) + rng.choice(endings) for _ in range(2_000)]
+    lines = [" ".join(words[start : start + 8]) for start in range(0, 2_000, 8)]
+    tokenizer = train_tokenizer(lines, kind="unigram", vocab_size=40, show_progress=False)
+    assert len(tokenizer) == 40
+    assert " sing" in tokenizer.get_vocab()
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    scores = dict(map(tuple, model["vocab"][4:]))
+    for word in {*words, "singer", "sings", "erhangs"}:
+        tokens = tokenizer(word).tokens()[:-1]
+        assert "".join(tokens) == f" {word}"
+        best = likeliest_pieces(f" {word}", scores)
+        assert sum(scores[token] for token in tokens) == pytest.approx(best)
+
+
+def test_unigram_treats_characters_seen_once_alike_in_every_training():
+    """The library scores them in the order of a hash table, which is another one each time."""
+    lines = ["frequent words " * 50] * 20 + [chr(number) for number in range(0x4E00, 0x4E40)]
+    first, second = (
+        train_tokenizer(lines, kind="unigram", vocab_size=99, show_progress=False) for _ in range(2)
+    )
+    assert first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+
+
+# Sub-word regularisation
+
+
+def test_bpe_dropout_cuts_anew_each_time_and_loses_nothing(trained):
+    bpe = trained["bpe"]
+    before = bpe.backend_tokenizer.to_str()
+    random_cuts = with_bpe_dropout(bpe, 0.5)
+    line = "The quick brown fox, it jumps over 12 dogs!"
+    cuts = [random_cuts(line).input_ids for _ in range(50)]
+    assert len({tuple(ids) for ids in cuts}) > 25
+    for text in [line, *ODD_LINES]:
+        ids = random_cuts(text).input_ids
+        assert random_cuts.decode(ids, skip_special_tokens=True) == (
+            unicodedata.normalize("NFC", text)
+        )
+        assert ids.count(EOS) == 1
+        assert not {PAD, BOS, UNK} & set(ids)
+    assert bpe.backend_tokenizer.to_str() == before
+    assert bpe(line).input_ids == bpe(line).input_ids
+
+
+def test_bpe_dropout_of_0_changes_nothing_and_of_1_leaves_characters(trained):
+    for line in ODD_LINES:
+        expected = trained["bpe"](line).input_ids
+        assert with_bpe_dropout(trained["bpe"], 0.0)(line).input_ids == expected
+        characters = with_bpe_dropout(trained["bpe"], 1.0)(line).tokens()[:-1]
+        assert "".join(characters) == " " + unicodedata.normalize("NFC", line)
+        assert all(len(token) == 1 for token in characters)
+
+
+def test_dropout_reaches_no_saved_tokenizer(trained, tmp_path):
+    random_cuts = with_bpe_dropout(trained["bpe"], 0.5)
+    save_tokenizer(random_cuts, tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    assert saved["model"]["dropout"] is None
+    assert random_cuts.backend_tokenizer.model.dropout == 0.5
+
+
+@pytest.mark.parametrize("kind", set(KINDS) - {"bpe"})
+def test_dropout_is_for_bpe(trained, kind):
+    with pytest.raises(ValueError, match=r"bpe_dropout=0.1 needs .* kind bpe, not"):
+        with_bpe_dropout(trained[kind], 0.1)
 
 
 @pytest.mark.parametrize("kind", ["word", "regex"])
@@ -512,7 +596,7 @@ def test_b32_wrappers_of_one_backend_are_independent(trained):
 
 
 def test_b32_this_is_a_test():
-    for kind in ("bpe", "word", "character"):
+    for kind in ("bpe", "unigram", "word", "character"):
         tokenizer = train_tokenizer(["This is a test"], **settings_of(kind))
         assert round_trip(tokenizer, "This is a test") == "This is a test"
 
@@ -690,8 +774,8 @@ def test_white_space_alone_is_no_training_text_for_words(kind):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "unigramm"}, "kind='unigramm'.*bpe, word, character, regex"),
-        ({"kind": None}, "kind=None.*bpe, word, character, regex"),
+        ({"kind": "unigramm"}, "kind='unigramm'.*bpe, unigram, word, character, regex"),
+        ({"kind": None}, "kind=None.*bpe, unigram, word, character, regex"),
         ({"normalization": "NFC"}, "normalization='NFC'.*nfc, nfkc, nfd, nfkd, none"),
         ({"vocab_size": 4}, "vocab_size=4 .* 4 special tokens"),
         ({"vocab_size": -1}, "vocab_size=-1"),
@@ -710,6 +794,7 @@ def test_white_space_alone_is_no_training_text_for_words(kind):
         ),
         ({"kind": "regex", "pattern": "(?=b)"}, "pattern matches the empty string"),
         ({"kind": "character", "min_frequency": 2}, "min_frequency=2 is not for kind='character'"),
+        ({"kind": "unigram", "min_frequency": 2}, "min_frequency=2 is not for kind='unigram'"),
         ({"min_frequency": 0}, "min_frequency=0 must be 1 or more"),
     ],
 )
