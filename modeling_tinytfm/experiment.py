@@ -23,6 +23,7 @@ from transformers.trainer_utils import speed_metrics
 from .checkpoints import average_checkpoints, best_checkpoints, last_checkpoints
 from .classification import Classification
 from .data import SplitReport
+from .flops import describe_flops
 from .language_modeling import LanguageModel
 from .loading import load_tokenizer
 from .machine import (
@@ -377,7 +378,12 @@ class Experiment:
             ),
             ("updates", f"{updates}; {updates_an_epoch:,} an epoch"),
             *self.task.plan(trainer.model),
-            ("device", f"{arguments.device.type}, {self.threads} threads a process, {precision}"),
+            ("arithmetic", describe_flops(config)),
+            (
+                "device",
+                f"{arguments.device.type}, {self.threads} threads a process, {precision}"
+                + "; weights shared out among the processes (FSDP)" * trainer.is_fsdp_enabled,
+            ),
         ]
         if self.checkpoint is not None:
             rows.append(("resumed from", self.checkpoint))

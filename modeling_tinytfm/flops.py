@@ -104,6 +104,13 @@ def weights_per_token(config: Any) -> tuple[int, int]:
     return config.encoder_layers * encoder_layer + features, 0
 
 
+def describe_flops(config: Any) -> str:
+    """What training on a token takes, in words; attention between positions comes on top."""
+    sides = zip(("source", "target"), weights_per_token(config), strict=True)
+    parts = [f"{6e-6 * weights:,.3g} MFLOPs a {side} token" for side, weights in sides if weights]
+    return f"{', '.join(parts)}, forward and backward, attention's products aside"
+
+
 def training_flops(config: Any, counts: TokenCounts) -> float:
     """FLOPs of one forward and backward pass.
 

@@ -4,7 +4,6 @@ Functions that `launch` runs in processes of their own stand at the module's top
 """
 
 import json
-import math
 import os
 import re
 import socket
@@ -29,6 +28,7 @@ from test_training import (  # noqa: F401 - two are fixtures
     weights,
 )
 from tiny import redraw, tiny_config, token_ids
+from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM
 
@@ -47,10 +47,12 @@ from modeling_tinytfm.checkpoints import (
 from modeling_tinytfm.flops import (
     SpeedMeter,
     TokenCounts,
+    describe_flops,
     peak_flops,
     training_flops,
     weights_per_token,
 )
+from modeling_tinytfm.sharding import check_sharding
 
 ROOT = Path(__file__).parents[1]
 ACCELERATE = ROOT / "configs" / "accelerate"
@@ -105,7 +107,7 @@ def test_flops_are_those_that_torch_counts(name):
 
 
 def test_flops_of_the_papers_base_model():
-    """6 FLOPs for each weight that a token meets; written out for d 512, d_ff 2048, 6 + 6 layers."""
+    """6 FLOPs for each weight that a token meets; d_model 512, d_ff 2048, 6 + 6 layers."""
     config = tiny_config(
         vocab_size=37000,
         d_model=512,
@@ -124,6 +126,11 @@ def test_flops_of_the_papers_base_model():
     assert sum(parameter.numel() for parameter in parameters) == 63_082_496
     matrices = sum(parameter.numel() for parameter in parameters if parameter.ndim == 2)
     assert per_source + per_target == matrices
+    # 6 x 22.0 million and 6 x 41.0 million.
+    assert describe_flops(config) == (
+        "132 MFLOPs a source token, 246 MFLOPs a target token, forward and backward, "
+        "attention's products aside"
+    )
 
 
 def test_padding_is_no_arithmetic_of_the_model():
@@ -357,7 +364,7 @@ OF_TIME = re.compile("second|runtime|mfu|flops")
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_b29_the_log_means_the_same_on_two_processes(launch, tmp_path, sharded):  # noqa: F811
-    """Under DDP and under FSDP: the same global batch, losses within 1e-6, scores, tokens, FLOPs."""
+    """Under DDP and FSDP, of the same global batch: losses within a millionth, scores, FLOPs."""
     one = scaled_run(tmp_path / "one", per_device_train_batch_size=4)
     job = {"per_device_train_batch_size": 2, "sharded": sharded}
     two = launch(run_scaled, tmp_path / "two", job, world_size=2)
@@ -384,3 +391,175 @@ def test_b29_the_log_means_the_same_on_two_processes(launch, tmp_path, sharded):
 
 def run_scaled(folder, settings):
     return scaled_run(folder, **settings)
+
+
+KINDS = [
+    {"tie_word_embeddings": False},
+    {"share_encoder_decoder_embeddings": False},
+    {
+        "tie_word_embeddings": False,
+        "share_encoder_decoder_embeddings": False,
+        "position_embedding_type": "learned",
+        "output_bias": True,
+    },
+]
+
+
+def kinds_trained(folder, batch, sharded):
+    """The losses of two updates of each kind of model, and its weights."""
+    settings = {"per_device_train_batch_size": batch, "max_steps": 2, "eval_strategy": "no"}
+    settings |= {"save_strategy": "no", "load_best_model_at_end": False, "sharded": sharded}
+    results = []
+    for number, model in enumerate(KINDS):
+        trainer = scaled_trainer(folder / str(number), model=model, **settings)
+        trainer.train()
+        results.append(([line["loss"] for line in history(trainer)], weights(trainer)))
+    return results
+
+
+def test_every_way_of_sharing_embeddings_may_be_sharded(launch, tmp_path):  # noqa: F811
+    expected = kinds_trained(tmp_path / "one", 4, False)
+    for rank in launch(kinds_trained, tmp_path / "two", 2, True, world_size=2):
+        for (losses, found), (right, weights_of_one) in zip(rank, expected, strict=True):
+            assert losses == pytest.approx(right, rel=1e-6)
+            assert found.keys() == weights_of_one.keys()
+            for name, weight in weights_of_one.items():
+                torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5)
+
+
+def sharded_and_resumed(folder):
+    """A run with FSDP, dropout and all, and the same once more from its second update."""
+    settings = {"per_device_train_batch_size": 2, "sharded": True, "model": {"dropout": 0.1}}
+    whole = scaled_run(folder, **settings)
+    checkpoint = str(folder / "checkpoint-2")
+    resumed = scaled_run(folder.with_name("resumed"), resume=checkpoint, **settings)
+    saved = scaled_trainer(folder.with_name("saved"), **settings)
+    saved.save_model()  # before any training
+    return whole, resumed
+
+
+def test_sharded_checkpoints_are_resumed_averaged_and_load_anywhere(launch, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    for whole, resumed in launch(sharded_and_resumed, run, world_size=2):
+        assert_equal_weights(resumed.weights, whole.weights)
+        assert [line["loss"] for line in resumed.log if "loss" in line] == [
+            line["loss"] for line in whole.log if "loss" in line
+        ]
+        assert resumed.scores == whole.scores
+    # The best one was loaded at the end, and it is the last.
+    model = AutoModelForSeq2SeqLM.from_pretrained(run / "checkpoint-6")
+    assert_equal_weights(model.state_dict(), whole.weights)
+    assert type(model) is TinyTFMForConditionalGeneration
+    assert model.lm_head.weight is model.get_encoder().embed_tokens.weight
+    assert json.loads((run / "checkpoint-6" / "config.json").read_text())["architectures"] == [
+        "TinyTFMForConditionalGeneration"
+    ]
+    for folder in (run / "checkpoint-6", tmp_path / "saved"):
+        for name in ("modeling_tinytfm.py", "configuration_tinytfm.py", "tokenizer.json"):
+            assert (folder / name).is_file()
+    checkpoints = last_checkpoints(run, 2)
+    averaged = average_checkpoints(checkpoints).state_dict()
+    states = [AutoModelForSeq2SeqLM.from_pretrained(path).state_dict() for path in checkpoints]
+    for name, weight in averaged.items():
+        assert torch.equal(weight, ((states[0][name].double() + states[1][name]) / 2).float())
+
+    assert last_complete_checkpoint(run, 2, sharded=True) == run / "checkpoint-6"
+    for world_size, sharded, asked in ((2, False, "2"), (1, True, "1 with FSDP"), (1, False, "1")):
+        with pytest.raises(ValueError, match=f"by 2 processes with FSDP and .* by {asked}$"):
+            last_complete_checkpoint(run, world_size, sharded=sharded)
+    assert what_is_missing(run / "checkpoint-6", 2) == "it was written with FSDP (optimizer.bin)"
+    (run / "checkpoint-6" / "optimizer.bin").unlink()
+    assert what_is_missing(run / "checkpoint-6", 2, sharded=True) == "optimizer.bin is missing"
+    assert last_complete_checkpoint(run, 2, sharded=True) == run / "checkpoint-4"
+    (run / "checkpoint-4" / "optimizer.pt").touch()
+    assert "without FSDP" in what_is_missing(run / "checkpoint-4", 2, sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "message"),
+    [
+        (1, "FULL_STATE_DICT", "fsdp_version=1: .*write fsdp_version: 2"),
+        (2, "SHARDED_STATE_DICT", "fsdp_state_dict_type=SHARDED_STATE_DICT .*write FULL_STATE_D"),
+        (2, "FULL_STATE_DICT", None),
+    ],
+)
+def test_sharding_that_leaves_no_model_to_load_is_refused(version, kind, message):
+    plugin = SimpleNamespace(fsdp_version=version, state_dict_type=StateDictType[kind])
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    if message is None:
+        check_sharding(accelerator)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_sharding(accelerator)
+
+
+# Several launchers: accelerate's example files, as their headers say
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    write_pairs(Path("pairs.tsv"))
+    document = {**RECIPE, "data": {"train_file": "pairs.tsv"}}
+    document["training"] = {**RECIPE["training"], "load_best_model_at_end": True}
+    Path("tiny.yaml").write_text(yaml.safe_dump(document))
+    return "tiny.yaml"
+
+
+def start(recipe_file: str, example: str, *flags: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", ACCELERATE / f"{example}.yaml", *flags),
+            *(ROOT / "scripts" / "train.py", recipe_file, f"training.output_dir={example}"),
+        ],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "HF_HOME": str(Path("hf_home").absolute()),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_examples_of_launching_start_two_processes_each(recipe_file):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    address = ("--main_process_ip", "127.0.0.1", "--main_process_port", port)
+    nodes = [("--machine_rank", str(rank), *address) for rank in range(2)]
+    results = {}
+    for example, launchers in (("ddp", [()]), ("fsdp", [()]), ("multi_node", nodes)):
+        started = [start(recipe_file, example, *flags) for flags in launchers]
+        outputs = [process.communicate(timeout=180) for process in started]
+        assert [process.returncode for process in started] == [0] * len(started), outputs
+        for (plan, errors), rank in zip(outputs, range(2), strict=False):
+            assert plan.count("x 2 processes") == (rank == 0)
+            assert plan.count("next: python scripts/translate.py") == (rank == 0)
+            assert "Traceback" not in errors
+        assert ("FSDP" in outputs[0][0]) == (example == "fsdp")
+        scores = json.loads(Path(example, "all_results.json").read_text())
+        results[example] = {
+            key: value
+            for key, value in scores.items()
+            if isinstance(value, float) and not OF_TIME.search(key)
+        }
+        AutoModelForSeq2SeqLM.from_pretrained(example)
+        assert what_is_missing(Path(example, "checkpoint-4"), 2, sharded=example == "fsdp") is None
+    assert results["multi_node"] == results["ddp"]
+    assert results["fsdp"] == pytest.approx(results["ddp"], rel=1e-6)
+
+
+def test_every_example_says_how_it_is_started():
+    for path in ACCELERATE.iterdir():
+        header = "".join(re.findall(r"^#(.*\n)", path.read_text(), flags=re.MULTILINE))
+        command = re.search(r"accelerate launch (.*?)data\.train_file=", header, re.DOTALL)
+        words = command[1].replace("\\", "").split()
+        assert words[:2] == ["--config_file", f"configs/accelerate/{path.name}"]
+        assert "--num_processes" in words
+        assert words[-2:] == ["scripts/train.py", "configs/pairs.yaml"]
