@@ -12,6 +12,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from .recipes import Recipe
 
@@ -71,8 +73,10 @@ def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
 
     Raises:
         ValueError: If the machine cannot do what they ask for.
+        ImportError: If a package is missing that they report to.
     """
     values = recipe.training.trainer_arguments()
+    check_reporters(values.get("report_to"))
     chosen = device_arguments(values)
     if values.get("fp16") and not chosen["fp16"]:
         raise ValueError("training.fp16=true needs a GPU: a CPU has no fast fp16; leave it out")
@@ -89,6 +93,24 @@ def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
         return Seq2SeqTrainingArguments(**values)
     finally:
         torch.distributed.set_debug_level(debug_level)
+
+
+def check_reporters(report_to: str | list[str] | None) -> None:
+    """Looks for what the log is to be sent to.
+
+    Args:
+        report_to: As the Trainer takes it.
+
+    Raises:
+        ImportError: If its package is missing.
+    """
+    names = [report_to] if isinstance(report_to, str) else report_to or []
+    for name in {*names} - {"all", "none", *get_available_reporting_integrations()}:
+        if name in INTEGRATION_TO_CALLBACK:
+            extra = f"'modeling-tinytfm[{name}]'" if name == "tensorboard" else name
+            raise ImportError(
+                f"training.report_to={name}: its package is not installed: pip install {extra}"
+            )
 
 
 def device_arguments(values: dict[str, Any]) -> dict[str, Any]:

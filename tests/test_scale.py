@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from accelerate import DistributedType
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_experiment import RECIPE, write_pairs
 from test_training import (  # noqa: F401 - two are fixtures
     arguments,
@@ -37,6 +38,7 @@ from modeling_tinytfm import (
     TinyTFMForConditionalGeneration,
     TinyTFMForSequenceClassification,
     flops,
+    machine,
 )
 from modeling_tinytfm.checkpoints import (
     average_checkpoints,
@@ -44,6 +46,7 @@ from modeling_tinytfm.checkpoints import (
     last_complete_checkpoint,
     what_is_missing,
 )
+from modeling_tinytfm.experiment import prepare, run_recipe
 from modeling_tinytfm.flops import (
     SpeedMeter,
     TokenCounts,
@@ -52,6 +55,7 @@ from modeling_tinytfm.flops import (
     training_flops,
     weights_per_token,
 )
+from modeling_tinytfm.recipes import load_recipe
 from modeling_tinytfm.sharding import check_sharding
 
 ROOT = Path(__file__).parents[1]
@@ -563,3 +567,48 @@ def test_every_example_says_how_it_is_started():
         assert words[:2] == ["--config_file", f"configs/accelerate/{path.name}"]
         assert "--num_processes" in words
         assert words[-2:] == ["scripts/train.py", "configs/pairs.yaml"]
+
+
+# TensorBoard
+
+
+def test_tensorboard_gets_what_the_log_says(recipe_file):
+    run_recipe(load_recipe(recipe_file, ["training.report_to=tensorboard"]), lambda _: None)
+    (folder,) = Path("outputs/tiny/runs").iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    checkpoint = Path("outputs/tiny/checkpoint-4/trainer_state.json")
+    lines = json.loads(checkpoint.read_text())["log_history"]
+    for prefix, told, names in (
+        ("train", "loss", ("loss", "learning_rate", "tokens_per_second", "mfu")),
+        ("eval", "eval_loss", ("loss", "exact_match")),
+    ):
+        of_log = [line for line in lines if told in line]
+        assert len(of_log) == (4 if prefix == "train" else 2)
+        for name in names:
+            key = name if prefix == "train" else f"eval_{name}"
+            curve = events.Scalars(f"{prefix}/{name}")[: len(of_log)]  # the end is evaluated, too
+            assert [(point.step, pytest.approx(point.value)) for point in curve] == [
+                (line["step"], line[key]) for line in of_log
+            ]
+
+
+@pytest.mark.parametrize(
+    ("name", "what_to_do"),
+    [
+        ("tensorboard", "pip install 'modeling-tinytfm[tensorboard]'"),
+        ("wandb", "pip install wandb"),
+    ],
+)
+def test_a_missing_reporter_is_told_before_anything_is_read(
+    recipe_file, monkeypatch, name, what_to_do
+):
+    monkeypatch.setattr(machine, "get_available_reporting_integrations", list)
+    Path("pairs.tsv").unlink()
+    with pytest.raises(ImportError) as error:
+        prepare(load_recipe(recipe_file, [f"training.report_to={name}"]))
+    assert str(error.value) == (
+        f"training.report_to={name}: its package is not installed: {what_to_do}"
+    )
+    with pytest.raises(ValueError, match="tensorbord is not supported"):
+        make_trainer(Path("run"), report_to="tensorbord")
