@@ -157,7 +157,7 @@ const luminance = (colour) => {
   const [r, g, b] = colour.map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
-const readableOn = (colour) => luminance(colour) > 0.19 ? "#10171f" : "#ffffff";
+const readableOn = (colour) => luminance(colour) > 0.179 ? "#000000" : "#ffffff";
 
 // ---------------------------------------------------------------- pictures
 

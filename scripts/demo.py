@@ -57,8 +57,8 @@ def make_app(model: Any, tokenizer: Any, text: str) -> tuple[Any, Any]:
         page = gradio.HTML()
         for event in (source.submit, button.click):
             event(answer, [source, number], [outputs, page])
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    return app, gradio.themes.Default(**fonts)
+    font, font_mono = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
+    return app, gradio.themes.Default(font=font, font_mono=font_mono)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,23 @@ import numpy as np
 import pytest
 import torch
 from test_translation import digits  # noqa: F401 - a fixture
-from tiny import tiny_config, tiny_model
+from tiny import redraw, tiny_config, tiny_model
 from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from modeling_tinytfm import TinyTFMForCausalLM, conversion, explorer, modeling_tinytfm
 from modeling_tinytfm.explorer import Trace, pack, unpack, visible
-from modeling_tinytfm.seeing import head_parts, look, position_layout
+from modeling_tinytfm.seeing import look
+from modeling_tinytfm.sight import head_parts, position_layout
 
 TEMPERATURES = (0.25, 0.5, 1, 2, 4)
 KINDS = ("cross", "encoder", "decoder")
 TEXT = "3 7 5 9 0 0 8"
+
+
+def ours(**settings):
+    """A random model whose attention is sharp enough that heads and tokens matter."""
+    torch.manual_seed(0)
+    return redraw(tiny_model(**settings), std=0.5)
 
 
 def marian():
@@ -30,31 +37,22 @@ def marian():
     size = {"vocab_size": 50, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 2}
     width = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 64, "max_position_embeddings": 80}
-    config = MarianConfig(
-        **ids, **size, **heads, **width, scale_embedding=True, forced_eos_token_id=2
-    )
-    model = MarianMTModel(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "embed_positions" not in name:
-                parameter.normal_(std=0.2)
-        model.final_logits_bias.normal_()
+    model = MarianMTModel(MarianConfig(**ids, **size, **heads, **width, forced_eos_token_id=2))
+    tables = {
+        name: value.clone() for name, value in model.state_dict().items() if "position" in name
+    }
+    redraw(model, std=0.5).load_state_dict(tables, strict=False)
+    model.final_logits_bias.normal_()
     return model.eval()
 
 
-def learned():
-    torch.manual_seed(0)
-    names = {"norm_first": True, "position_embedding_type": "learned", "output_bias": True}
-    return tiny_model(
-        **names, encoder_attention_heads=2, encoder_layers=3, max_position_embeddings=40
-    )
-
-
+LEARNED = {"norm_first": True, "position_embedding_type": "learned", "output_bias": True}
+SIZES = {"encoder_attention_heads": 2, "encoder_layers": 3, "max_position_embeddings": 40}
 MODELS = {
     "reverser": None,
-    "pre-norm": lambda: tiny_model(norm_first=True, activation_function="gelu"),
-    "pre-norm, learned positions": learned,
-    "post-norm and final norm": lambda: tiny_model(add_final_layer_norm=True),
+    "pre-norm": lambda: ours(norm_first=True, activation_function="gelu"),
+    "pre-norm, learned positions": lambda: ours(**LEARNED, **SIZES),
+    "post-norm and final norm": lambda: ours(add_final_layer_norm=True),
     "marian": marian,
     "marian, converted": lambda: conversion.from_marian(marian()),
 }
@@ -196,7 +194,9 @@ def test_query_and_key_give_the_weight(case):
         scores = np.einsum("lqhe,lkhe->lhqk", query, key) / math.sqrt(query.shape[-1])
         if kind == "decoder":
             scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
-        close(torch.tensor(scores).softmax(-1), case.weights(kind), 1e-3)
+        # Random models have scores of some hundred, of which a code's step is a larger part.
+        trained = kind == "cross" and np.abs(scores[np.isfinite(scores)]).max() < 40
+        close(torch.tensor(scores).softmax(-1), case.weights(kind), 2e-4 if trained else 2e-3)
         stack, attention = {"cross": ("decoder", "encoder_attn")}.get(kind, (kind, "self_attn"))
         exact = case.seen[f"model.{stack}.layers.0.{attention}.v_proj"][1][0]
         close(value[0].reshape(exact.shape), exact, 1e-3)
@@ -210,7 +210,7 @@ def test_heads_add_up_to_the_sublayer(case):
             (context,), (output,) = case.seen[name]
             out_proj = case.model.get_submodule(name)
             parts = head_parts(out_proj, context, len(lengths))
-            close(parts.sum(0) + out_proj.bias, output)
+            close(parts.sum(0) + out_proj.bias, output, relative=1e-5)
             close(lengths, parts.norm(dim=-1))
             head = parts.shape[-1] // len(lengths)
             only_first = torch.cat((context[:, :head], torch.zeros_like(context[:, head:])), -1)
@@ -569,7 +569,8 @@ def test_the_policy_allows_the_pages_own_script_alone(reverser, digits):  # noqa
         (text,) = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{element}-src 'sha256-{digest}'" in policy
-    assert not re.findall(r"(?:src|href)=", page.replace("srcdoc", "")), "nothing is loaded"
+        page = page.replace(text, "")
+    assert not re.findall(r"(?:src|href)=", page), "nothing is loaded"
 
 
 def test_a_notebook_gets_the_page_in_a_frame(reverser, digits):  # noqa: F811
