@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import datasets
@@ -11,6 +12,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
+from test_readme import block_with, run
 
 from modeling_tinytfm import TinyTFMConfig, TinyTFMForConditionalGeneration, experiment, seq2seq
 from modeling_tinytfm.data import SplitReport, cmudict_pairs
@@ -127,6 +129,16 @@ def test_a_recipe_makes_two_updates_on_a_stand_in(name, monkeypatch):
     # The sizes are the recipe's own: only the vocabulary follows from the data.
     config = json.loads(Path("outputs", name, "config.json").read_text())
     assert {key: config[key] for key in recipe.model} == recipe.model
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"), [("language_model", r"the small dog.*"), ("mnist_rows", r"\d")]
+)
+def test_what_a_task_leaves_loads_by_readmes_snippet(name, printed, monkeypatch):
+    overrides = [*stand_in(name, monkeypatch), "training.max_steps=2", "training.use_cpu=true"]
+    run_recipe(load_recipe(CONFIGS / f"{name}.yaml", [*overrides, "threads=1"]))
+    output = run(block_with(f'"outputs/{name}"'), Path.cwd())
+    assert re.fullmatch(printed, output.strip(), flags=re.DOTALL)
 
 
 @pytest.mark.parametrize(

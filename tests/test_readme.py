@@ -45,7 +45,12 @@ def test_the_conversions_run(tmp_path):
 def test_all_python_blocks_are_run_by_some_test():
     tested_here = ("300 * 64", "from_marian(marian)")
     # The loading snippet runs in test_scripts, on the folder that the command leaves.
-    tested_elsewhere = ('folder = "outputs/reverse"',)
+    # Those of the other tasks run in test_configs.
+    tested_elsewhere = (
+        'folder = "outputs/reverse"',
+        'folder = "outputs/language_model"',
+        '"outputs/mnist_rows"',
+    )
     for block in PYTHON_BLOCKS:
         assert any(text in block for text in (*tested_here, *tested_elsewhere)), block
 
