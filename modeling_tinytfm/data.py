@@ -12,18 +12,14 @@ The way of a pair: reader -> Arrow file -> splits -> token ids. `batching` makes
   training and in a given split is reported. Splits held out here never share a source or a group.
 """
 
-import csv
-import gzip
 import hashlib
 import json
 import os
 import random
 import re
 import unicodedata
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +29,9 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerFast
 
-SOURCE_COLUMN, TARGET_COLUMN = "source", "target"
+from . import reading
+from .reading import SOURCE_COLUMN, TARGET_COLUMN, dataset_records, file_records, find_column
+
 HELD_OUT_FRACTION = 0.05
 HELD_OUT_PAIRS = 2_000  # enough for a stable score; more would only slow evaluation down
 HELD_OUT_LIMIT = 0.1
@@ -107,8 +105,8 @@ Report = dict[str, SplitReport]
 
 
 def _fingerprint(*parts: object) -> str:
-    """A cache key of this module's code and of `parts`, which JSON can write."""
-    code = hashlib.blake2b(Path(__file__).read_bytes()).hexdigest()
+    """A cache key of the code that makes rows and of `parts`, which JSON can write."""
+    code = [_content_hash(file) for file in (__file__, str(reading.__file__))]
     return hashlib.blake2b(json.dumps([code, *parts]).encode(), digest_size=16).hexdigest()
 
 
@@ -130,165 +128,6 @@ def _cached_dataset(
         raise
 
 
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + "…")
-
-
-def _numbered_lines(path: str, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
-    r"""Lines from 1. Only \n, or \r\n, ends a line; a byte order mark in front is skipped."""
-    number = 0
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.endswith(b"\n") and not keep_ends:
-                    line = line[:-2] if line.endswith(b"\r\n") else line[:-1]
-                yield number, line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}, line {number}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset "
-            f"{error.start} of the line; convert the file to UTF-8"
-        ) from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}, line {number + 1}: damaged gzip file: {error}") from None
-
-
-def _tsv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in _numbered_lines(path):
-        yield number, line.split("\t")
-
-
-# The csv module ends a row at any CR, and before Python 3.11 refuses NUL. NUL and a CR without LF
-# are text here, so they pass through it as lone surrogates, which decoded UTF-8 cannot contain.
-_HIDE = {0x00: 0xDC00, 0x0D: 0xDC0D}
-_SHOW = {hidden: character for character, hidden in _HIDE.items()}
-
-
-def _csv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
-    # The limit is the csv module's, for the whole process; its 131,072 refuses long documents.
-    csv.field_size_limit(2**31 - 1)
-    lines = (line.translate(_HIDE) for _, line in _numbered_lines(path, keep_ends=True))
-    reader = csv.reader((line.replace("\udc0d\n", "\r\n") for line in lines), strict=True)
-    number = 1
-    try:
-        for row in reader:
-            yield number, [value.translate(_SHOW) for value in row]
-            number = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {number}: not valid CSV: {error}") from None
-
-
-def _table_records(
-    path: str, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str], has_header: bool
-) -> Iterator[list[str]]:
-    first = next(rows, None)
-    if first is None:
-        return
-    names = [name.strip() for name in first[1]]
-    missing = [column for column in columns if column not in names]
-    positions = [0, 1]
-    if not missing:
-        positions = [names.index(column) for column in columns]
-    elif has_header or tuple(columns) != (SOURCE_COLUMN, TARGET_COLUMN):
-        raise ValueError(
-            f"{path}, line 1: no column {missing[0]!r}; the line has {_excerpt(', '.join(names))}"
-        )
-    else:
-        rows = chain([first], rows)
-    for number, row in rows:
-        if len(row) > max(positions):
-            yield [row[position] for position in positions]
-        elif not any(value.strip() for value in row):
-            yield [""] * len(positions)
-        else:
-            raise ValueError(
-                f"{path}, line {number}: {len(row)} of {max(positions) + 1} columns found: "
-                f"{_excerpt(row[0])}"
-            )
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can escape half a pair; UTF-8 cannot write it
-
-
-def _jsonl_records(path: str, columns: Sequence[str]) -> Iterator[list[str]]:
-    for number, line in _numbered_lines(path):
-        if not line.strip():
-            yield [""] * len(columns)
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: an object is needed, not {_excerpt(line)}")
-        for column in columns:
-            if column not in record:
-                names = _excerpt(", ".join(record))
-                raise ValueError(f"{path}, line {number}: no column {column!r}; it has {names}")
-        source, target, *group = ("" if record[c] is None else record[c] for c in columns)
-        for column, value in zip(columns[:2], (source, target), strict=True):
-            if not isinstance(value, str):
-                kind = type(value).__name__
-                raise ValueError(f"{path}, line {number}: {column!r} is not text but {kind}")
-            if _SURROGATE.search(value):
-                raise ValueError(f"{path}, line {number}: {column!r} has half a surrogate pair")
-        yield [source, target, *map(json.dumps, group)]
-
-
-def _parallel_records(source_path: str, target_path: str) -> Iterator[list[str]]:
-    source_lines = target_lines = 0
-    for source, target in zip_longest(_numbered_lines(source_path), _numbered_lines(target_path)):
-        if source is not None:
-            source_lines, source_text = source
-        if target is not None:
-            target_lines, target_text = target
-        if source is not None and target is not None:
-            yield [source_text, target_text]
-    if source_lines != target_lines:
-        raise ValueError(
-            f"{source_path} has {source_lines:,} lines and {target_path} has {target_lines:,}: "
-            "line n of one must translate line n of the other"
-        )
-
-
-def _dataset_records(dataset: Dataset, columns: Sequence[str], name: str) -> Iterator[list[str]]:
-    batches = dataset.with_format(None).select_columns(list(dict.fromkeys(columns)))
-    rows = chain.from_iterable(
-        zip(*(batch[column] for column in columns), strict=True)
-        for batch in batches.iter(batch_size=1_000)
-    )
-    for number, row in enumerate(rows, start=1):
-        source, target, *group = ("" if value is None else value for value in row)
-        for column, value in zip(columns[:2], (source, target), strict=True):
-            if not isinstance(value, str):
-                kind = type(value).__name__
-                raise ValueError(f"{name}, row {number}: {column!r} is not text but {kind}")
-        yield [source, target, *(json.dumps(value, default=str) for value in group)]
-
-
-def _records(paths: tuple[str, ...], columns: Sequence[str]) -> Iterator[list[str]]:
-    if len(paths) == 2:
-        if len(columns) > 2:
-            raise ValueError(
-                f"group_column={columns[2]!r} needs a file with named columns; "
-                f"{paths[0]} and {paths[1]} are plain text"
-            )
-        return _parallel_records(*paths)
-    path = paths[0]
-    kind = path.lower().removesuffix(".gz").rpartition(".")[2]
-    if kind == "tsv":
-        return _table_records(path, _tsv_rows(path), columns, has_header=False)
-    if kind == "csv":
-        return _table_records(path, _csv_rows(path), columns, has_header=True)
-    if kind == "jsonl":
-        return _jsonl_records(path, columns)
-    raise ValueError(
-        f"{path}: the name of a file of pairs must end in .tsv, .csv or .jsonl (or with .gz after "
-        "it); give two plain text files as *_source_file and *_target_file"
-    )
-
-
 def _key(text: str) -> int:
     """A 64-bit hash, equal for texts that differ only in white space or Unicode composition."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
@@ -300,9 +139,9 @@ def _file_rows(
     pairs: tuple[str, ...] | Dataset, columns: tuple[str, ...], name: str
 ) -> Iterator[dict[str, Any]]:
     records = (
-        _dataset_records(pairs, columns, name)
+        dataset_records(pairs, columns, name)
         if isinstance(pairs, Dataset)
-        else _records(pairs, columns)
+        else file_records(pairs, columns)
     )
     record: list[str] = []
     for record in records:
@@ -336,10 +175,8 @@ def _read(pairs: PairSource, columns: tuple[str, ...], split: str) -> Dataset:
     source: tuple[str, ...] | Dataset
     if isinstance(pairs, Dataset):
         source, name = pairs, f"the {split} split"
-        missing = [column for column in columns if column not in pairs.column_names]
-        if missing:
-            names = ", ".join(pairs.column_names)
-            raise ValueError(f"{name}: no column {missing[0]!r}; it has {names}")
+        for column in columns:
+            find_column(column, pairs.column_names, name)
         fingerprint = _fingerprint("dataset", split, columns, pairs._fingerprint)
     else:
         source = tuple(map(os.fspath, pairs if isinstance(pairs, tuple) else (pairs,)))

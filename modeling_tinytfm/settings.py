@@ -68,8 +68,10 @@ def setting(default: Any, text: str, *, minimum: float | None = None, is_path: b
 class TokenizerSettings:
     """Section `tokenizer`: how the joint vocabulary is trained."""
 
-    kind: Literal["bpe", "word", "character", "regex"] = setting(
-        "bpe", "sub-words (bpe), whole words, characters, or words cut out by a regular expression"
+    kind: Literal["bpe", "unigram", "word", "character", "regex"] = setting(
+        "bpe",
+        "sub-words (bpe, unigram), whole words, characters, or words cut out by a regular "
+        "expression",
     )
     vocab_size: int = setting(8000, "entries at most, the four special tokens included", minimum=5)
     pattern: str | None = setting(
@@ -91,7 +93,7 @@ class DataSettings:
     """Section `data`: where the pairs come from, and how they are cut and batched."""
 
     train_file: str | None = setting(
-        None, "pairs to train on: .tsv, .csv or .jsonl, plain or .gz", is_path=True
+        None, "pairs to train on: .tsv, .csv or .jsonl, plain or .gz, or .parquet", is_path=True
     )
     validation_file: str | None = setting(
         None,
@@ -113,7 +115,9 @@ class DataSettings:
         None, "a dataset of the Hub, or its local folder", is_path=True
     )
     dataset_config_name: str | None = setting(None, "that dataset's configuration")
-    source_column: str = setting("source", "column of the source text")
+    source_column: str = setting(
+        "source", "column of the source text, or its language in a column translation"
+    )
     target_column: str = setting("target", "column of the target text")
     group_column: str | None = setting(
         None, "rows with the same value here are never split between training and held-out rows"

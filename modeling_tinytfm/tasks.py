@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from datasets import Dataset, DatasetDict, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets import Dataset, DatasetDict
 
 from .configuration_tinytfm import TinyTFMConfig
 from .data import PairSource, Report, SplitReport
+from .reading import load_splits
 from .recipes import Recipe
 from .settings import DataSettings
 from .training import TinyTFMTrainer
@@ -138,10 +138,12 @@ def files_of(data: DataSettings) -> dict[str, PairSource]:
     """Each split's file, (source file, target file) or data set, as far as the recipe names any.
 
     Raises:
-        ValueError: See `read_dataset`.
+        ValueError: See `reading.load_splits`.
         OSError: See there.
     """
-    files: dict[str, Any] = {} if data.dataset_name is None else read_dataset(data)
+    files: dict[str, Any] = {}
+    if data.dataset_name is not None:
+        files.update(load_splits(data.dataset_name, data.dataset_config_name))
     for split in SPLITS:
         one = getattr(data, f"{split}_file")
         source = getattr(data, f"{split}_source_file")
@@ -150,33 +152,6 @@ def files_of(data: DataSettings) -> dict[str, PairSource]:
         elif source is not None:
             files[split] = (source, getattr(data, f"{split}_target_file"))
     return files
-
-
-def read_dataset(data: DataSettings) -> dict[str, Dataset]:
-    """The splits of a data set of the Hub or of a local folder, under the names used here.
-
-    The fields of a nested column become columns: `translation.de`.
-
-    Raises:
-        ValueError: If it has no training split, or no such configuration.
-        OSError: If it cannot be found.
-    """
-    try:
-        splits = load_dataset(str(data.dataset_name), data.dataset_config_name)
-    except DatasetGenerationError as error:
-        raise ValueError(f"data.dataset_name={data.dataset_name}: {error.__cause__}") from error
-    names = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-    found = {
-        split: splits[name].flatten()
-        for split, choices in names.items()
-        for name in choices
-        if name in splits
-    }
-    if "train" not in found:
-        raise ValueError(
-            f"data.dataset_name={data.dataset_name} has no split train; it has {', '.join(splits)}"
-        )
-    return found
 
 
 def longest_output(model: Any) -> int:

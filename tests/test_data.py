@@ -229,7 +229,7 @@ GZIPPED = gzip.compress(b"a\tb\n" * 1000, mtime=0)
         ("a.jsonl", b'{"source": "a", "goal": "b"}', ["line 1", "'target'", "source, goal"]),
         ("a.jsonl", b'{"source": "a", "target": 3}', ["line 1", "'target'", "int"]),
         ("a.jsonl", b'{"source": "\\ud83d", "target": "b"}', ["line 1", "'source'", "surrogate"]),
-        ("a.txt", b"a\tb\n", [".tsv", ".jsonl", "_source_file"]),
+        ("a.txt", b"a\tb\n", [".tsv", ".jsonl", ".parquet", "_source_file"]),
         ("a.tsv.gz", GZIPPED[:-12], ["gzip"]),
         ("b.tsv.gz", b"a\tb\n", ["line 1", "gzip"]),
         ("c.tsv.gz", GZIPPED[:20] + b"\xff\xff\xff\xff" + GZIPPED[24:], ["gzip"]),
