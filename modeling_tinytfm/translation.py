@@ -4,37 +4,42 @@ Lines are sorted by length and put into batches of a token budget, so that littl
 longest come first, so that memory that does not suffice shows at once.
 """
 
+import json
 import logging
 import os
 import re
 import shutil
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .alignment import AlignmentUnit, align, check_unit, pharaoh
+from .decoding import EXTRA_TOKENS as EXTRA_TOKENS
+from .decoding import (
+    Hypothesis,
+    ModelTranslator,
+    Translator,
+    evaluating,
+    source_tensors,
+    with_output_limit,
+)
+from .decoding import generate_batch as generate_batch
+from .search import pad
 
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 4096
-# Section 6.1 of the paper: outputs are at most this much longer than the input.
-EXTRA_TOKENS = 50
 _SURROGATE = re.compile("[\ud800-\udfff]")  # of no use outside UTF-16; tokenizers refuse them
 # Arguments of generate() that follow from those of the functions here.
 _OWN_ARGUMENTS = ("num_return_sequences", "return_dict_in_generate", "output_scores")
-
-
-class Hypothesis(NamedTuple):
-    """An output and its score: its log-probability / length ** length_penalty."""
-
-    text: str
-    score: float
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,11 @@ class TokenScores:
 
 
 def translate(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Sequence[PreTrainedModel] | Translator,
     tokenizer: PreTrainedTokenizerBase,
     lines: Iterable[str],
     *,
+    prefixes: Sequence[str] | None = None,
     max_source_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     show_progress: bool | None = None,
@@ -64,15 +70,19 @@ def translate(
     """The best output for every line.
 
     Args:
-        model: A sequence-to-sequence model.
+        model: A sequence-to-sequence model; or several with one vocabulary, which decode together
+            by the mean of their probabilities; or another `Translator`.
         tokenizer: Its tokenizer.
         lines: Source texts. NUL characters are left out, as in training; a line without any token,
-            or of white space alone, gives an empty output.
+            or of white space alone, gives an empty output, or its prefix.
+        prefixes: For each line the text that its output begins with, or "". White space around it
+            is left out, and a word in which it ends may be continued.
         max_source_length: Longer lines are cut to so many tokens, `</s>` included, with a warning;
             the model's `max_position_embeddings` if None.
         batch_tokens: Source tokens of a batch, padding included. A single longer line is a batch.
         show_progress: Whether to draw a progress bar; only on a terminal if None.
-        **generation: Arguments of `model.generate`, such as `num_beams` or `max_new_tokens`. What
+        **generation: Arguments of `model.generate`, such as `num_beams` or `max_new_tokens`, and
+            `length_penalty_form` ("length", as in transformers, or "gnmt", as in section 6.1). What
             is not given is taken from the model's `generation_config`; where neither sets a length,
             an output may be 50 tokens longer than the longest line (section 6.1).
 
@@ -89,6 +99,7 @@ def translate(
         lines,
         1,
         with_scores=False,
+        prefixes=prefixes,
         max_source_length=max_source_length,
         batch_tokens=batch_tokens,
         show_progress=show_progress,
@@ -98,12 +109,15 @@ def translate(
 
 
 def translate_n_best(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Sequence[PreTrainedModel] | Translator,
     tokenizer: PreTrainedTokenizerBase,
     lines: Iterable[str],
     n_best: int,
     *,
     with_scores: bool = True,
+    alignments: AlignmentUnit | None = None,
+    prefixes: Sequence[str] | None = None,
+    first_line: int = 1,
     max_source_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     show_progress: bool | None = None,
@@ -116,7 +130,11 @@ def translate_n_best(
         tokenizer: See there.
         lines: See there.
         n_best: Number of outputs for each line; the beam is made at least as wide.
-        with_scores: Whether scores are wanted; without, they are NaN.
+        with_scores: Whether scores are wanted; without, they may be NaN.
+        alignments: Whether to tell which source token, or word, each one of an output came from:
+            see `align` and `cross_attention`.
+        prefixes: See there.
+        first_line: What messages call the first line.
         max_source_length: See there.
         batch_tokens: See there.
         show_progress: See there.
@@ -135,35 +153,130 @@ def translate_n_best(
     for name in _OWN_ARGUMENTS:
         if name in generation:
             raise ValueError(f"{name}={generation[name]!r} cannot be set: n_best decides it")
+    check_unit(alignments)
+    if not isinstance(model, Translator):
+        models = model if isinstance(model, Sequence) else [model]
+        model = ModelTranslator(models, tokenizer)
     if n_best > 1 and not generation.get("do_sample"):
         num_beams = generation.get("num_beams") or model.generation_config.num_beams or 1
         generation["num_beams"] = max(num_beams, n_best)
     if max_source_length is None:
-        max_source_length = _longest_input(model)
+        max_source_length = model.longest_input
     sources = encode(tokenizer, lines, max_source_length)
-    outputs: list[list[Hypothesis]] = [[Hypothesis("", 0.0)] * n_best for _ in sources]
+    _warn_of_unknown(tokenizer, sources, first_line)
+    begun = None
+    if prefixes is not None:
+        begun = _encode_prefixes(tokenizer, prefixes, len(sources), first_line)
     # A line without a token, and so nothing but </s>, has nothing to translate.
     rows = [row for row, ids in enumerate(sources) if len(ids) > 1]
-    generation = with_output_limit(model, generation, max(map(len, sources), default=0))
+    outputs = [
+        [Hypothesis("" if prefixes is None else prefixes[row].strip(), 0.0)] * n_best
+        for row in range(len(sources))
+    ]
+    longest = max(map(len, [*sources, *(begun or [])]), default=0)
+    generation = with_output_limit(model, generation, longest)
     with progress_bar("Translating", len(rows), show_progress) as progress:
         for batch in budget_batches([len(sources[row]) for row in rows], batch_tokens):
             chosen = [rows[number] for number in batch]
-            hypotheses = generate_batch(
-                model,
-                tokenizer,
+            hypotheses = model.generate(
                 [sources[row] for row in chosen],
+                prefixes=None if begun is None else [begun[row] for row in chosen],
                 n_best=n_best,
                 with_scores=with_scores,
                 **generation,
             )
             for row, best in zip(chosen, hypotheses, strict=True):
                 outputs[row] = best
+            if alignments is not None:
+                for rank in range(n_best):
+                    _align(model, sources, outputs, chosen, rank, alignments)
             progress.update(len(chosen))
     return outputs
 
 
-def _longest_input(model: PreTrainedModel) -> int | None:
-    return getattr(model.config, "max_position_embeddings", None)
+def _align(
+    translator: Translator,
+    sources: Sequence[Sequence[int]],
+    outputs: list[list[Hypothesis]],
+    rows: Sequence[int],
+    rank: int,
+    unit: AlignmentUnit,
+) -> None:
+    """Tells the hypotheses of one rank of some rows where they came from, in place."""
+    rows = [row for row in rows if outputs[row][rank].tokens]
+    if not rows:
+        return
+    targets = [outputs[row][rank].tokens for row in rows]
+    weights = translator.attend([sources[row] for row in rows], targets)
+    for row, target, attention in zip(rows, targets, weights, strict=True):
+        pairs = align(attention, translator.tokenizer, sources[row], target, unit)
+        outputs[row][rank] = outputs[row][rank]._replace(alignment=pairs)
+
+
+def same_vocabulary(tokenizers: Sequence[Any]) -> Any:
+    """The first of several tokenizers that all do the same.
+
+    Raises:
+        ValueError: Naming the two, if they do not.
+    """
+
+    def behaviour(tokenizer: Any) -> tuple[Any, ...]:
+        if tokenizer is None:  # reads no text
+            return ()
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        parts = {} if backend is None else json.loads(backend.to_str())
+        for last_call in ("padding", "truncation"):
+            parts.pop(last_call, None)
+        return tokenizer.get_vocab(), tokenizer.special_tokens_map, parts
+
+    first = tokenizers[0]
+    for other in tokenizers[1:]:
+        if behaviour(other) != behaviour(first):
+            raise ValueError(
+                f"{first.name_or_path} and {other.name_or_path} have different vocabularies: only "
+                "models that were trained with the same tokenizer can decode together"
+            )
+    return first
+
+
+def _warn_of_unknown(tokenizer: Any, sources: Sequence[Sequence[int]], first_line: int) -> None:
+    """Warns once where most of a line's tokens are unknown."""
+    unknown = [
+        row
+        for row, ids in enumerate(sources)
+        if 2 * ids.count(tokenizer.unk_token_id) > len(ids) - 1
+    ]
+    if unknown:
+        logger.warning(
+            "line %d: the model's vocabulary does not know most of it%s",
+            first_line + unknown[0],
+            f" (nor of {len(unknown) - 1} more lines)" if len(unknown) > 1 else "",
+        )
+
+
+def _encode_prefixes(
+    tokenizer: Any, prefixes: Sequence[str], lines: int, first_line: int
+) -> list[list[int]]:
+    """Token ids of what outputs begin with, without an end token.
+
+    Raises:
+        ValueError: If one cannot be written with the vocabulary, or if there are more or fewer than
+            lines.
+    """
+    if isinstance(prefixes, str) or len(prefixes) != lines:
+        count = "one string" if isinstance(prefixes, str) else f"a list of {len(prefixes)}"
+        raise ValueError(f"prefixes is {count}: pass a list with one for each of {lines} lines")
+    encoded = []
+    for number, prefix in enumerate(prefixes, start=first_line):
+        text = prefix.strip()
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+        written = tokenizer.decode(ids, skip_special_tokens=True)
+        if unicodedata.normalize("NFC", written) != unicodedata.normalize("NFC", text):
+            raise ValueError(
+                f"line {number}: the vocabulary cannot write the prefix {text!r}, but {written!r}"
+            )
+        encoded.append(ids)
+    return encoded
 
 
 def encode(
@@ -210,23 +323,6 @@ def encode(
     return sources
 
 
-def with_output_limit(
-    model: Any, generation: dict[str, Any], longest_source: int
-) -> dict[str, Any]:
-    """Arguments of generate(), with a limit of the output where neither they nor the model set one.
-
-    Args:
-        model: The model that is to generate.
-        generation: The arguments so far.
-        longest_source: Tokens of the longest source.
-    """
-    names = ("max_new_tokens", "max_length")
-    if any(generation.get(name) or getattr(model.generation_config, name, None) for name in names):
-        return generation
-    limit = longest_source + EXTRA_TOKENS
-    return {**generation, "max_new_tokens": min(limit, _longest_input(model) or limit)}
-
-
 def progress_bar(description: str, lines: int, show: bool | None) -> tqdm:
     """A progress bar over lines; with `show` None only on a terminal."""
     disable = None if show is None else not show
@@ -243,75 +339,6 @@ def budget_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
         batch.append(row)
     if batch:
         yield batch
-
-
-def pad(rows: Sequence[Sequence[int]], value: int, device: torch.device) -> Tensor:
-    """Rows of ids as one tensor [B, L], padded on the right."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
-    return padded.to(device)
-
-
-def source_tensors(
-    sources: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
-) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` [B, L] of rows of ids."""
-    lengths = torch.tensor([len(ids) for ids in sources], device=device)
-    input_ids = pad(sources, pad_token_id, device)
-    mask = torch.arange(input_ids.shape[1], device=device) < lengths[:, None]
-    return {"input_ids": input_ids, "attention_mask": mask.long()}
-
-
-@torch.inference_mode()
-def generate_batch(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    sources: Sequence[Sequence[int]],
-    *,
-    n_best: int = 1,
-    with_scores: bool = False,
-    **generation: Any,
-) -> list[list[Hypothesis]]:
-    """Generates for one batch of token ids, in evaluation mode: see `translate_n_best`."""
-    inputs = source_tensors(sources, int(tokenizer.pad_token_id), model.device)
-    generation = with_output_limit(model, generation, inputs["input_ids"].shape[1])
-    was_training = model.training
-    model.eval()
-    try:
-        outputs = model.generate(
-            **inputs,
-            num_return_sequences=n_best,
-            return_dict_in_generate=True,
-            output_scores=with_scores,
-            **generation,
-        )
-        texts = tokenizer.batch_decode(outputs.sequences, skip_special_tokens=True)
-        scores = [float("nan")] * len(texts)
-        if with_scores and getattr(outputs, "sequences_scores", None) is not None:
-            scores = outputs.sequences_scores.tolist()
-        elif with_scores:
-            penalty = generation.get("length_penalty", model.generation_config.length_penalty)
-            scores = _score_sequences(model, inputs, outputs.sequences, penalty)
-    finally:
-        model.train(was_training)
-    hypotheses = [Hypothesis(*pair) for pair in zip(texts, scores, strict=True)]
-    return [hypotheses[i : i + n_best] for i in range(0, len(hypotheses), n_best)]
-
-
-def _score_sequences(
-    model: PreTrainedModel, inputs: dict[str, Tensor], sequences: Tensor, penalty: float | None
-) -> list[float]:
-    """Scores of generated `sequences` [B * n, T] as beam search would have scored them."""
-    copies = len(sequences) // len(inputs["input_ids"])
-    repeated = {name: value.repeat_interleave(copies, 0) for name, value in inputs.items()}
-    logits = model(**repeated, decoder_input_ids=sequences[:, :-1], use_cache=False).logits
-    targets = sequences[:, 1:]
-    log_probabilities = -F.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
-    eos = model.generation_config.eos_token_id
-    ends = torch.isin(targets, torch.as_tensor(eos, device=targets.device))
-    real = (ends.cumsum(1) - ends.long()) == 0  # up to the first end token, and with it
-    total = (log_probabilities * real).sum(1)
-    return (total / real.sum(1) ** (1.0 if penalty is None else penalty)).tolist()
 
 
 @torch.inference_mode()
@@ -336,28 +363,31 @@ def score_targets(
         Sums over all target tokens.
     """
     total = TokenScores()
-    was_training = model.training
-    model.eval()
-    try:
-        lengths = [
-            len(source) + len(target) for source, target in zip(sources, targets, strict=True)
-        ]
-        with progress_bar("Scoring", len(lengths), show_progress) as progress:
-            for batch in budget_batches(lengths, batch_tokens):
-                inputs = source_tensors(
-                    [sources[row] for row in batch], int(model.config.pad_token_id), model.device
-                )
-                labels = pad([targets[row] for row in batch], -100, model.device)
-                logits = model(**inputs, labels=labels).logits
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
-                )
-                correct = (logits.argmax(-1) == labels).sum()
-                total += TokenScores(loss.item(), int(correct), int((labels != -100).sum()))
-                progress.update(len(batch))
-    finally:
-        model.train(was_training)
+    lengths = [len(source) + len(target) for source, target in zip(sources, targets, strict=True)]
+    with evaluating(model), progress_bar("Scoring", len(lengths), show_progress) as progress:
+        for batch in budget_batches(lengths, batch_tokens):
+            inputs = source_tensors(
+                [sources[row] for row in batch], int(model.config.pad_token_id), model.device
+            )
+            labels = pad([targets[row] for row in batch], -100, model.device)
+            logits = model(**inputs, labels=labels).logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            correct = (logits.argmax(-1) == labels).sum()
+            total += TokenScores(loss.item(), int(correct), int((labels != -100).sum()))
+            progress.update(len(batch))
     return total
+
+
+def row(hypothesis: Hypothesis, with_score: bool = False, with_alignment: bool = False) -> str:
+    """A hypothesis as one line: score, text and alignment, those that are wanted, between tabs."""
+    # Whatever a model writes, a row stays a row, and a column a column.
+    text = " ".join(hypothesis.text.splitlines())
+    columns = [text.replace("\t", " ") if with_score or with_alignment else text]
+    if with_score:
+        columns.insert(0, f"{hypothesis.score:.6f}")
+    if with_alignment:
+        columns.append(pharaoh(hypothesis.alignment))
+    return "\t".join(columns)
 
 
 def read_lines(stream: Iterable[bytes], name: str) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Translate lines with a trained model: lines in, lines out, in the same order."""
+"""Translate lines with a trained model, or several together: lines in, lines out, in that order."""
 
 import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, TextIO
 
 # Threads that spin while they wait take the cores from whatever else runs on this machine, and a
@@ -14,10 +14,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from transformers.utils import logging
 
+from modeling_tinytfm import translation
 from modeling_tinytfm.loading import load_model
-from modeling_tinytfm.translation import BATCH_TOKENS, read_lines, translate_n_best, whole_file
 
 CHUNK = 10_000  # lines read before any are written: more would only need more memory
+HELP = {
+    "models": "a folder that train.py made, or a name on the Hub; several average probabilities",
+    "form": "log-probability / length^alpha or / ((5 + length) / 6)^alpha (default: the model's)",
+    "alignments": "write a last column such as 0-1 1-0: source and target position of each target "
+    "token but </s>, as the last decoder layer's cross-attention has it",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,24 +33,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as files:
             at_terminal = options.input is None and sys.stdin.isatty()
-            if at_terminal:
-                lines = prompted()
-            elif options.input is None:
-                lines = read_lines(sys.stdin.buffer, "standard input")
-            else:
-                lines = read_lines(files.enter_context(open(options.input, "rb")), options.input)
+            lines = prompted() if at_terminal else opened(options.input, files)
+            prefixes: Iterator[str] | None = None
+            if options.prefix:
+                prefixes = repeat(options.prefix)
+            if options.prefix_file is not None:
+                prefixes = opened(options.prefix_file, files)
             target: TextIO = sys.stdout
             if options.output is not None:
-                target = files.enter_context(whole_file(options.output))
+                target = files.enter_context(translation.whole_file(options.output))
             else:
                 sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-            model, tokenizer = load_model(options.model)
+            model, tokenizer = load(options.models)
             first = 1
             while chunk := list(islice(lines, 1 if at_terminal else CHUNK)):
-                for row in translated(model, tokenizer, chunk, first, options):
+                begun = None if prefixes is None else list(islice(prefixes, len(chunk)))
+                if begun is not None and len(begun) < len(chunk):
+                    raise ValueError(f"{options.prefix_file} has fewer lines than the input")
+                for row in translated(model, tokenizer, chunk, begun, first, options):
                     target.write(row + "\n")
                 target.flush()
                 first += len(chunk)
+            if options.prefix_file is not None and prefixes and list(islice(prefixes, 1)):
+                raise ValueError(f"{options.prefix_file} has more lines than the input")
     except BrokenPipeError:  # the reader has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -59,15 +70,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a folder that train.py made, or a name on the Hub")
-    parser.add_argument("--input", help="file of source lines, UTF-8 (default: standard input)")
-    parser.add_argument("--output", help="file of outputs, replaced (default: standard output)")
-    parser.add_argument("--num-beams", type=int, help="width of the search (default: the model's)")
-    parser.add_argument("--n-best", type=int, help="write N rows of line, rank, score and text")
-    parser.add_argument("--scores", action="store_true", help="write score, tab, text")
-    parser.add_argument("--max-new-tokens", type=int, help="longest output (default: the model's)")
-    parser.add_argument("--batch-tokens", type=int, help=f"of a batch (default: {BATCH_TOKENS})")
+    add = parser.add_argument
+    add("models", metavar="MODEL", nargs="+", help=HELP["models"])
+    add("--input", help="file of source lines, UTF-8 (default: standard input)")
+    add("--output", help="file of outputs, replaced (default: standard output)")
+    add("--num-beams", type=int, help="width of the search (default: the model's)")
+    add("--length-penalty", type=float, help="alpha: > 0 favours length (default: the model's)")
+    add("--length-penalty-form", choices=("length", "gnmt"), help=HELP["form"])
+    add("--n-best", type=int, help="write N rows of line, rank, score and text")
+    add("--scores", action="store_true", help="write score, tab, text")
+    add("--alignments", action="store_const", const="token", help=HELP["alignments"])
+    of_words = add("--word-alignments", action="store_const", const="word", dest="alignments")
+    of_words.help = "the same of words between spaces"
+    prefixes = parser.add_mutually_exclusive_group()
+    prefixes.add_argument("--prefix", metavar="TEXT", help="what every output begins with")
+    prefixes.add_argument("--prefix-file", metavar="FILE", help="the same, line by line")
+    add("--max-new-tokens", type=int, help="longest output (default: the model's)")
+    add("--batch-tokens", type=int, help=f"of a batch (default: {translation.BATCH_TOKENS})")
     return parser.parse_args(argv)
+
+
+def load(names: Sequence[str]) -> tuple[Any, Any]:
+    """What `translate_n_best` takes as model and tokenizer: only this knows what a folder holds."""
+    models, tokenizers = zip(*map(load_model, names), strict=True)
+    return models, translation.same_vocabulary(tokenizers)
+
+
+def opened(name: str | None, files: ExitStack) -> Iterator[str]:
+    """The lines of a file, which `files` closes, or of standard input."""
+    if name is None:
+        return translation.read_lines(sys.stdin.buffer, "standard input")
+    return translation.read_lines(files.enter_context(open(name, "rb")), name)
 
 
 def prompted() -> Iterator[str]:
@@ -84,21 +117,26 @@ def prompted() -> Iterator[str]:
 
 
 def translated(
-    model: Any, tokenizer: Any, lines: list[str], first: int, options: argparse.Namespace
+    model: Any,
+    tokenizer: Any,
+    lines: list[str],
+    prefixes: list[str] | None,
+    first: int,
+    options: argparse.Namespace,
 ) -> Iterator[str]:
     """Output rows: one for each line, or with `--n-best` so many."""
-    names = ("batch_tokens", "num_beams", "max_new_tokens")
+    names = ("num_beams", "length_penalty", "length_penalty_form", "max_new_tokens", "batch_tokens")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given |= {"prefixes": prefixes, "alignments": options.alignments, "first_line": first}
     with_scores = options.scores or options.n_best is not None
     n_best = 1 if options.n_best is None else options.n_best
-    hypotheses = translate_n_best(model, tokenizer, lines, n_best, with_scores=with_scores, **given)
+    hypotheses = translation.translate_n_best(
+        model, tokenizer, lines, n_best, with_scores=with_scores, **given
+    )
     for number, best in enumerate(hypotheses, first):
-        for rank, (text, score) in enumerate(best, 1):
-            # Whatever a model writes, a row stays a row, and a column a column.
-            text = " ".join(text.splitlines())
-            if with_scores:
-                text = f"{score:.6f}\t{text.replace(chr(9), ' ')}"
-            yield text if options.n_best is None else f"{number}\t{rank}\t{text}"
+        for rank, hypothesis in enumerate(best, 1):
+            row = translation.row(hypothesis, with_scores, options.alignments is not None)
+            yield row if options.n_best is None else f"{number}\t{rank}\t{row}"
 
 
 if __name__ == "__main__":

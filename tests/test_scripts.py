@@ -22,14 +22,15 @@ import torch
 import yaml
 from test_experiment import RECIPE, files, same, weights, write_pairs
 from test_translation import digits, random_lines  # noqa: F401 - digits is a fixture
+from tiny import tiny_model
 
 from modeling_tinytfm import checkpoints, experiment
 from modeling_tinytfm.experiment import run_recipe
 from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.recipes import load_recipe
-from modeling_tinytfm.tokenization import save_tokenizer
+from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
 from modeling_tinytfm.training import NonFiniteLossError
-from modeling_tinytfm.translation import translate, translate_n_best
+from modeling_tinytfm.translation import Hypothesis, translate, translate_n_best
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -634,9 +635,9 @@ def test_what_a_model_writes_stays_in_its_row_and_column(monkeypatch, capsysbina
     text = "a\r\nb\tc\u2028d\x0b\x85e"
     monkeypatch.setattr(translating, "load_model", lambda _: (None, None))
     monkeypatch.setattr(
-        translating,
+        translating.translation,
         "translate_n_best",
-        lambda model, tokenizer, lines, n, **_: [[(text, 0.5)] * n for _ in lines],
+        lambda model, tokenizer, lines, n, **_: [[Hypothesis(text, 0.5)] * n for _ in lines],
     )
     options = ("model", "--n-best", "2")
     _, output, _ = run_translate(monkeypatch, capsysbinary, *options, stdin=b"1\n")
@@ -646,10 +647,113 @@ def test_what_a_model_writes_stays_in_its_row_and_column(monkeypatch, capsysbina
     assert output == "a b\tc d  e\n"
 
 
+def test_length_penalty_forms(monkeypatch, capsysbinary, reverser, digits, reverser_folder):  # noqa: F811
+    lines = random_lines(6)
+    text = "".join(f"{line}\n" for line in lines).encode()
+    penalty = ["--length-penalty", "2", "--num-beams", "4", "--scores"]
+    for form in ("length", "gnmt"):
+        settings = {"length_penalty": 2.0, "length_penalty_form": form, "num_beams": 4}
+        expected = translate_n_best(reverser, digits, lines, 1, **settings)
+        form_option = ["--length-penalty-form", form]
+        _, output, _ = run_translate(
+            monkeypatch, capsysbinary, reverser_folder, *penalty, *form_option, stdin=text
+        )
+        rows = [row.split("\t") for row in output.splitlines()]
+        assert [row[1] for row in rows] == [best.text for (best,) in expected]
+        scores = [best.score for (best,) in expected]
+        assert [float(row[0]) for row in rows] == pytest.approx(scores, abs=1e-5)
+
+
+def test_several_models(monkeypatch, capsysbinary, reverser, digits, reverser_folder):  # noqa: F811
+    lines = random_lines(6)
+    text = "".join(f"{line}\n" for line in lines)
+    Path("in.txt").write_text(text)
+    other = tiny_model(decoder_layers=1)
+    other.save_pretrained("other")
+    save_tokenizer(digits, "other")
+    settings = {"num_beams": 2, "max_new_tokens": 9}
+    expected = [
+        best for (best,) in translate_n_best([reverser, other], digits, lines, 1, **settings)
+    ]
+    for best, (alone,) in zip(
+        expected, translate_n_best(reverser, digits, lines, 1, **settings), strict=True
+    ):
+        assert best.score < alone.score - 0.1
+    options = ["--num-beams", "2", "--max-new-tokens", "9", "--scores"]
+    for arguments, stdin in ((options, text.encode()), ([*options, "--input", "in.txt"], b"")):
+        status, output, _ = run_translate(
+            monkeypatch, capsysbinary, reverser_folder, "other", *arguments, stdin=stdin
+        )
+        rows = [row.split("\t") for row in output.splitlines()]
+        assert (status, [row[1] for row in rows]) == (0, [best.text for best in expected])
+        scores = [best.score for best in expected]
+        assert [float(row[0]) for row in rows] == pytest.approx(scores, abs=1e-5)
+    tokenizer = train_tokenizer(["a b"], kind="word", vocab_size=14, show_progress=False)
+    save_tokenizer(tokenizer, "other")
+    status, output, errors = run_translate(
+        monkeypatch, capsysbinary, reverser_folder, "other", stdin=b"1\n"
+    )
+    assert (status, output) == (2, "")
+    assert f"{reverser_folder} and other have different vocabularies" in one_line(errors)
+
+
+def test_alignments_are_a_last_column(monkeypatch, capsysbinary, reverser_folder):
+    def rows(*options: str) -> list[list[str]]:
+        run = (monkeypatch, capsysbinary, reverser_folder, *options)
+        status, output, errors = run_translate(*run, stdin=b"1 2 3\n\n7\n")
+        assert (status, errors) == (0, "")
+        return [line.split("\t") for line in output.splitlines()]
+
+    assert rows("--alignments") == [["3 2 1", "2-0 1-1 0-2"], ["", ""], ["7", "0-0"]]
+    assert rows("--word-alignments") == rows("--alignments")  # here a word is a token
+    assert [row[-1] for row in rows("--alignments", "--scores")] == ["2-0 1-1 0-2", "", "0-0"]
+    assert [len(row) for row in rows("--alignments", "--n-best", "2")] == [5] * 6
+
+
+def test_prefixes(monkeypatch, capsysbinary, reverser, digits, reverser_folder):  # noqa: F811
+    monkeypatch.setattr(translating, "CHUNK", 2)
+    run = (monkeypatch, capsysbinary, reverser_folder)
+    lines, prefixes = ["1 2 3", "4 5", "6"], ["9 9", "", "0"]
+    text = "\n".join(lines).encode()
+    _, output, _ = run_translate(*run, "--prefix", "8 8", stdin=text)
+    assert output.splitlines() == translate(reverser, digits, lines, prefixes=["8 8"] * 3)
+    assert all(line.startswith("8 8") for line in output.splitlines())
+    Path("prefixes.txt").write_text("\n".join(prefixes))
+    option = ["--prefix-file", "prefixes.txt"]
+    _, output, _ = run_translate(*run, *option, stdin=text)
+    assert output.splitlines() == translate(reverser, digits, lines, prefixes=prefixes)
+    assert run_translate(*run, "--prefix", "", stdin=b"1 2\n")[1] == "2 1\n"
+    Path("out.txt").write_text("old")
+    for count, message in (
+        (2, "has more lines than the input"),
+        (4, "has fewer lines than the input"),
+    ):
+        options = [*option, "--output", "out.txt"]
+        status, _, errors = run_translate(*run, *options, stdin=b"1\n" * count)
+        assert status == 2
+        assert message in one_line(errors)
+        assert Path("out.txt").read_text() == "old"
+    status, _, errors = run_translate(*run, "--prefix", "x", stdin=b"1\n")
+    assert status == 2
+    assert "line 1: the vocabulary cannot write the prefix 'x'" in one_line(errors)
+
+
+def test_unknown_text_is_told_by_the_number_of_its_line(
+    monkeypatch, capsysbinary, reverser_folder, caplog
+):
+    monkeypatch.setattr(translating, "CHUNK", 2)
+    run = (monkeypatch, capsysbinary, reverser_folder)
+    assert run_translate(*run, stdin=b"1\n2\n3\nthis is not\n4\n")[0] == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "line 4: the model's vocabulary does not know most of it"
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
         (["--input", "gone.txt"], b"", "gone.txt"),
+        (["--prefix-file", "gone.txt"], b"", "gone.txt"),
         (["--input", "."], b"", "Is a directory"),
         (["--output", "gone/out.txt"], b"1\n", "gone"),
         (["--output", "latin.txt/out"], b"1\n", "Not a directory"),

@@ -12,17 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
-from modeling_tinytfm.tokenization import train_tokenizer
+from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
 from modeling_tinytfm.translation import (
     EXTRA_TOKENS,
     Hypothesis,
+    ModelTranslator,
     TokenScores,
     budget_batches,
     encode,
     read_lines,
+    row,
+    same_vocabulary,
     score_targets,
     translate,
     translate_n_best,
@@ -111,7 +114,7 @@ def test_scores_are_log_probabilities_by_length(reverser, digits, n_best, length
         assert [hypothesis.score for hypothesis in best] == sorted(
             (hypothesis.score for hypothesis in best), reverse=True
         )
-        for text, score in best:
+        for text, score, *_ in best:
             target = digits(text)["input_ids"]
             total = total_log_probability(reverser, digits(line)["input_ids"], target)
             assert score == pytest.approx(total / len(target) ** length_penalty, abs=1e-4)
@@ -121,12 +124,148 @@ def test_the_beam_is_as_wide_as_the_list(reverser, digits):
     lines = random_lines(5)
     narrow = translate_n_best(reverser, digits, lines, 4, max_new_tokens=14)
     wide = translate_n_best(reverser, digits, lines, 4, num_beams=4, max_new_tokens=14)
-    assert [[text for text, _ in best] for best in narrow] == [
-        [text for text, _ in best] for best in wide
+    assert [[one.text for one in best] for best in narrow] == [
+        [one.text for one in best] for best in wide
     ]
     assert [best[0].text for best in wide] == translate(
         reverser, digits, lines, num_beams=4, max_new_tokens=14
     )
+
+
+@pytest.mark.parametrize("length_penalty_form", ["length", "gnmt"])
+@pytest.mark.parametrize("n_best", [1, 3])
+def test_scores_of_either_form(reverser, digits, n_best, length_penalty_form):
+    lines = random_lines(4)
+    hypotheses = translate_n_best(
+        reverser,
+        digits,
+        lines,
+        n_best,
+        length_penalty=0.6,
+        length_penalty_form=length_penalty_form,
+        max_new_tokens=20,
+        suppress_tokens=[0, 1, *range(13, 50)],
+    )
+    for line, best in zip(lines, hypotheses, strict=True):
+        for text, score, tokens, _ in best:
+            target = digits(text)["input_ids"]
+            assert tokens == tuple(target[:-1])
+            length = len(target)
+            divisor = length**0.6 if length_penalty_form == "length" else ((5 + length) / 6) ** 0.6
+            total = total_log_probability(reverser, digits(line)["input_ids"], target)
+            assert score == pytest.approx(total / divisor, abs=1e-4)
+
+
+def test_several_models_translate_together(reverser, digits):
+    lines = [*random_lines(12), ""]
+    expected = translate(reverser, digits, lines, num_beams=3, max_new_tokens=14)
+    together = [reverser, reverser]
+    for model in (together, tuple(together), ModelTranslator(together, digits)):
+        assert translate(model, digits, lines, num_beams=3, max_new_tokens=14) == expected
+    short = tiny_model(max_position_embeddings=5)
+    assert ModelTranslator([reverser, short], digits).longest_input == 5
+
+
+PREFIXES = ["9 9", "", "  1 ", "0 0 0 0"]
+
+
+@pytest.mark.parametrize("n_models", [1, 2])
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_b17_outputs_begin_with_their_prefixes(reverser, digits, num_beams, n_models):
+    lines = ["1 2 3 4", "5 6 7", "8 9 0 1 2 3", "4 4"]
+    models = [reverser] * n_models
+    settings = {"num_beams": num_beams, "max_new_tokens": 14}
+    texts = translate(models, digits, lines, prefixes=PREFIXES, **settings)
+    for line, prefix, text in zip(lines, PREFIXES, texts, strict=True):
+        assert text.startswith(prefix.strip())
+        assert [text] == translate(models, digits, [line], prefixes=[prefix], **settings)
+        if num_beams == 1:  # and goes on with the most likely tokens
+            ids = [0, *digits(prefix)["input_ids"][:-1]]
+            source = torch.tensor([digits(line)["input_ids"]])
+            while ids[-1] != 2 and len(ids) < 15:
+                with torch.no_grad():
+                    logits = reverser(source, decoder_input_ids=torch.tensor([ids])).logits
+                ids.append(int(logits[0, -1].argmax()))
+            assert text == digits.decode(ids, skip_special_tokens=True)
+    assert texts[1] == translate(reverser, digits, [lines[1]], **settings)[0]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word", "character"])
+def test_b17_prefixes_in_every_vocabulary(kind):
+    tokenizer = train_tokenizer(MULTILINGUAL, kind=kind, vocab_size=90, show_progress=False)
+    model = tiny_model(
+        vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, decoder_start_token_id=1
+    )
+    prefixes = ["Zürich", "東京 は", "a b", "ist schön"]
+    settings = {"max_new_tokens": 20, "suppress_tokens": [0, 1, 2, 3]}
+    texts = translate(model, tokenizer, ["a b"] * 4, prefixes=prefixes, **settings)
+    for prefix, text in zip(prefixes, texts, strict=True):
+        assert text.startswith(prefix)
+        assert len(text) > len(prefix)
+
+
+def test_a_line_without_text_has_its_prefix(reverser, digits):
+    lines, prefixes = ["", "1 2", " "], ["3 4", "2", ""]
+    assert translate(reverser, digits, lines, prefixes=prefixes) == ["3 4", "2 1", ""]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        (["1"], "prefixes is a list of 1: pass a list with one for each of 2 lines"),
+        ("12", "prefixes is one string"),
+        (["1", "2  x"], "line 2: the vocabulary cannot write the prefix '2  x', but '2'"),
+        (["1", "2  3"], "line 2: the vocabulary cannot write the prefix '2  3', but '2 3'"),
+        (["1 " * 12, "2"], "a prefix of 12 tokens leaves no room in outputs of 12"),
+    ],
+)
+def test_unusable_prefixes(reverser, digits, prefixes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        translate(reverser, digits, ["1 2", "3"], prefixes=prefixes, max_new_tokens=12)
+
+
+def test_where_nothing_limits_outputs_a_prefix_has_room():
+    model, tokenizer = without_end()
+    (text,) = translate(model, tokenizer, ["a"], prefixes=["a b c " * 30])
+    assert len(text.split()) == 90 + EXTRA_TOKENS
+
+
+def test_lines_of_unknown_tokens_are_told_once(reverser, digits, caplog):
+    translate(reverser, digits, ["1 x", "2"])
+    assert caplog.records == []
+    translate_n_best(reverser, digits, ["1 2", "x y 1", "", "z"], 1, first_line=101)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "line 102: the model's vocabulary does not know most of it (nor of 1 more lines)"
+    )
+
+
+def test_tokenizers_that_differ_are_told_by_name(digits, tmp_path):
+    same = []
+    for name in ("one", "two"):
+        save_tokenizer(digits, tmp_path / name)
+        same.append(AutoTokenizer.from_pretrained(tmp_path / name))
+    same[1](["1", "2 3"], padding=True, truncation=True, max_length=2)
+    assert same_vocabulary(same) is same[0]
+    other = train_tokenizer(MULTILINGUAL, kind="word", vocab_size=90, show_progress=False)
+    save_tokenizer(other, tmp_path / "other")
+    other = AutoTokenizer.from_pretrained(tmp_path / "other")
+    message = f"{tmp_path / 'one'} and {tmp_path / 'other'} have different vocabularies"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        same_vocabulary([*same, other])
+    # The same words, cut out of text differently.
+    changed = AutoTokenizer.from_pretrained(tmp_path / "two")
+    changed.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(ValueError, match="different vocabularies"):
+        same_vocabulary([same[0], changed])
+
+
+def test_a_hypothesis_is_one_row():
+    hypothesis = Hypothesis("a\r\nb\tc\u2028d", -0.5, (), ((1, 0), (0, 1)))
+    assert row(hypothesis) == "a b\tc d"
+    assert row(hypothesis, with_score=True) == "-0.500000\ta b c d"
+    assert row(hypothesis, with_alignment=True) == "a b c d\t1-0 0-1"
+    assert row(hypothesis, True, True) == "-0.500000\ta b c d\t1-0 0-1"
 
 
 def test_scores_that_nobody_wants_are_nan(reverser, digits):
@@ -214,6 +353,8 @@ def test_b35_literal_special_tokens():
         (["1"], {"max_source_length": 1}, "max_source_length=1"),
         (["1"], {"num_return_sequences": 2}, "num_return_sequences=2 cannot be set"),
         (["1"], {"beams": 2}, "beams"),
+        (["1"], {"alignments": "letter"}, "alignments='letter' is unknown"),
+        (["1"], {"length_penalty_form": "wu"}, "length_penalty_form='wu' is unknown"),
     ],
 )
 def test_unusable_arguments(reverser, digits, lines, settings, message):
