@@ -56,6 +56,13 @@ def observe_tokenizer(tokenizer):
     }
 
 
+def outputs(model, tokenizer, sources):
+    """Text in, text out: four lines, as a model card shows them."""
+    batch = tokenizer(sources, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        return tokenizer.batch_decode(model.generate(**batch), skip_special_tokens=True)
+
+
 def compare(seen, expected, where):
     """Floats within `TOLERANCE`, tokens and counts exactly."""
     for name, value in expected.items():
@@ -110,6 +117,10 @@ def main(folder):
         for name, value in json.loads(metadata["tokenizer"]).items():
             if seen[name] != value:
                 raise AssertionError(f"tokenizer: {name} is {seen[name]}, expected {value}")
+    if "texts" in metadata:
+        sources, texts = json.loads(metadata["texts"])
+        if (seen := outputs(head, tokenizer, sources)) != texts:
+            raise AssertionError(f"{sources} gave {seen}, expected {texts}")
     sys.stdout.write(f"{folder}: the same {', '.join(expected)}\n")
 
 

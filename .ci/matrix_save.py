@@ -1,4 +1,4 @@
-"""Saves tiny models of every shape, as pushed, with what they compute.
+"""Saves tiny models of every shape, as pushed, with what they compute, and what a run leaves.
 
     python matrix_save.py FOLDER
 
@@ -6,11 +6,13 @@
 """
 
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
-from matrix_check import LINES, observe_model, observe_tokenizer
+from matrix_check import LINES, observe_model, observe_tokenizer, outputs
 from safetensors.torch import save_file
 
 from modeling_tinytfm import (
@@ -19,6 +21,10 @@ from modeling_tinytfm import (
     TinyTFMForConditionalGeneration,
     TinyTFMForSequenceClassification,
 )
+from modeling_tinytfm.experiment import run_recipe
+from modeling_tinytfm.loading import load_model
+from modeling_tinytfm.publishing import files_to_publish
+from modeling_tinytfm.recipes import load_recipe
 from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
 
 SIZES = {
@@ -60,6 +66,19 @@ AUTO_CLASSES = {
     TinyTFMForCausalLM: "AutoModelForCausalLM",
     TinyTFMForSequenceClassification: "AutoModelForSequenceClassification",
 }
+RECIPE = Path(__file__).parents[1] / "configs" / "reverse.yaml"
+# 200 updates of a smaller model: far from right, but no two outputs are alike.
+OVERRIDES = [
+    "threads=1",
+    "model.d_model=32",
+    "data.max_train_samples=2000",
+    "training.max_steps=200",
+    "training.eval_steps=200",
+    "training.save_steps=200",
+    "training.learning_rate=3e-3",
+    "generation.num_beams=3",
+]
+SOURCES = ["3 7 5 9", "0 0 1", "4 8 6 3 7 2 1", "9 8 7 x", "</s> 5"]
 TRAVELLING_FILES = ["configuration_tinytfm.py", "modeling_tinytfm.py"]
 
 
@@ -95,8 +114,49 @@ def learn(model, inputs):
         optimizer.zero_grad()
 
 
+def save_run(root):
+    """A run's folder, its last checkpoint, and what is published of the run: text in, text out."""
+    with tempfile.TemporaryDirectory() as home:
+        run = Path(home) / "run"
+        run_recipe(load_recipe(RECIPE, [*OVERRIDES, f"training.output_dir={run}"]), lambda _: None)
+        public = Path(home) / "published"
+        public.mkdir()
+        for name, content in files_to_publish(run).items():
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            (public / name).write_bytes(data)
+        for folder in (run, run / "checkpoint-200", public):
+            model, tokenizer = load_model(folder)
+            texts = outputs(model, tokenizer, SOURCES)
+            if len(set(texts)) < len(SOURCES):
+                raise AssertionError(f"{folder.name}: too easy a test: {texts}")
+            inputs = two_sided(tokenizer, model)
+            seen = observe_model(model, model.base_model, inputs)
+            save_file(
+                seen | {f"inputs.{key}": value for key, value in inputs.items()},
+                folder / "expected.safetensors",
+                metadata={
+                    "auto_class": "AutoModelForSeq2SeqLM",
+                    "tokenizer": json.dumps(observe_tokenizer(tokenizer)),
+                    "texts": json.dumps([SOURCES, texts]),
+                },
+            )
+            shutil.copytree(
+                folder,
+                root / f"reverse-{folder.name}",
+                ignore=shutil.ignore_patterns("checkpoint-*"),
+            )
+
+
+def two_sided(tokenizer, model):
+    """A padded batch of sources, with the start of some targets."""
+    batch = dict(tokenizer(SOURCES, padding=True, return_tensors="pt"))
+    batch["decoder_input_ids"] = torch.randint(4, model.config.vocab_size, (len(SOURCES), 7))
+    return batch
+
+
 def main(root):
     torch.manual_seed(0)
+    save_run(root)
     tokenizer = train_tokenizer(LINES * 5, vocab_size=120, show_progress=False)
     for name, (model_class, settings) in MODELS.items():
         config = TinyTFMConfig(vocab_size=len(tokenizer), **SIZES, **settings)
