@@ -73,6 +73,44 @@ GENERATION_KEYS: dict[str, Key] = {
     "use_cache": Key(bool, True, "keep keys and values of earlier steps"),
 }
 
+# The Trainer's keys that a recipe is likely to set; it takes all others, too.
+TRAINING_TEXTS: dict[str, str] = {
+    "max_steps": "optimizer updates after which training ends; -1: by num_train_epochs",
+    "num_train_epochs": "passes over the training set, where max_steps does not decide",
+    "per_device_train_batch_size": "rows in a process's micro-batch, unless data.max_tokens is set",
+    "gradient_accumulation_steps": "micro-batches of each process that make an update",
+    "learning_rate": "peak of the schedule; noam has its own",
+    "warmup_steps": "updates of linear growth; below 1 a share of all",
+    "optim": "optimizer",
+    "adam_beta1": "decay of Adam's mean gradient",
+    "adam_beta2": "decay of Adam's mean squared gradient; 0.98 in the paper",
+    "adam_epsilon": "1e-9 in the paper",
+    "weight_decay": "AdamW's, of matrices only",
+    "max_grad_norm": "gradients longer than this are shortened to it; 0: never",
+    "label_smoothing_factor": "share of a target spread over the vocabulary (section 5.4)",
+    "eval_strategy": "when to validate",
+    "eval_steps": "updates from one validation to the next; logging_steps if null",
+    "save_strategy": "when to write a checkpoint",
+    "save_steps": "updates from one checkpoint to the next",
+    "save_total_limit": "checkpoints that are kept, the best one among them; null: all",
+    "load_best_model_at_end": "end with the checkpoint that validated best",
+    "metric_for_best_model": "what tells: loss, perplexity, token_accuracy or an evaluation metric",
+    "logging_steps": "updates from one line of the log to the next",
+    "report_to": "where else the log goes: tensorboard (extra of that name; into runs/ in the "
+    "run's folder, or $TENSORBOARD_LOGGING_DIR), wandb, mlflow and others of the Trainer's",
+    "seed": "of initial weights, dropout and, without data_seed, the order of batches",
+    "data_seed": "of the order of batches",
+    "bf16": "compute in bfloat16; null: if a GPU has it",
+    "fp16": "compute in float16, on a GPU",
+    "use_cpu": "leave a GPU alone",
+    "gradient_checkpointing": "compute activations twice and keep few: less memory, more time",
+    "torch_compile": "compile the model with torch.compile",
+    "dataloader_num_workers": "processes that make batches; 0: the training process itself",
+    "push_to_hub": "publish the model when the run has its scores",
+    "hub_model_id": "repository to publish to, as NAME/MODEL",
+    "hub_private_repo": "whether a new repository can be seen by its owner only",
+}
+
 # Ranges that TrainingArguments itself checks late or not at all.
 _TRAINING_MINIMUMS: dict[str, float] = {
     "per_device_train_batch_size": 1,
@@ -221,10 +259,12 @@ def _training_keys() -> dict[str, Key]:
         field.name: Key(
             annotation=hints[field.name],
             default=_plain_default(field),
+            text=TRAINING_TEXTS.get(field.name, ""),
             minimum=_TRAINING_MINIMUMS.get(field.name),
         )
         for field in dataclasses.fields(Seq2SeqTrainingArguments)
     }
+    trainer_keys["bf16"] = dataclasses.replace(trainer_keys["bf16"], default=None)  # the GPU's
     own_keys = dataclass_keys(TrainingSettings)
     schedules = ("noam", *_choices(trainer_keys["lr_scheduler_type"].annotation))
     schedule = dataclasses.replace(own_keys["lr_scheduler_type"], annotation=Literal[schedules])

@@ -28,6 +28,7 @@ from .recipe_keys import (
     OPEN_SECTIONS,
     REFUSED_KEYS,
     SECTIONS,
+    TRAINING_TEXTS,
     KeyDescription,
     check_values,
     dataclass_keys,
@@ -179,18 +180,20 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def describe_keys() -> list[KeyDescription]:
-    """Every key of a recipe with its type, default and meaning, in the order of `to_dict`.
+    """Every key of a recipe with its type, default and meaning, section by section.
 
     The Trainer's and GenerationConfig's further fields, which a recipe may also set, stand in one
     line each.
     """
     rows = [describe(name, key) for name, key in dataclass_keys(Recipe).items()]
     for section in SECTIONS:
-        keys = section_keys(section) if section == "model" else own_keys_of(section)
+        keys = section_keys(section)
+        # This project's own first, then those of others, as far as they are explained here.
+        names = dict.fromkeys((*own_keys_of(section), *TRAINING_TEXTS, *keys))
         rows += [
-            describe(f"{section}.{name}", key)
-            for name, key in keys.items()
-            if f"{section}.{name}" not in REFUSED_KEYS
+            describe(f"{section}.{name}", keys[name])
+            for name in names
+            if name in keys and keys[name].text and f"{section}.{name}" not in REFUSED_KEYS
         ]
         if section in OPEN_SECTIONS:
             others = f"any other field of transformers.{OPEN_SECTIONS[section]}"

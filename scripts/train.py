@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import re
 import sys
 import time
 import warnings
@@ -19,21 +20,22 @@ os.environ.setdefault("TQDM_DELAY", "1")
 import torch
 from transformers.utils import logging
 
-from modeling_tinytfm.recipes import describe_keys, load_recipe
+from modeling_tinytfm.recipe_docs import help_text
+from modeling_tinytfm.recipes import load_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent.parent / "configs" / "reverse.yaml"
+OWN_DATA = re.compile(r"data\.((train|validation|test)_\w*file|dataset_name)=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the recipe; returns the exit status."""
-    recipe_file, overrides = parse(sys.argv[1:] if argv is None else argv)
     logging.disable_progress_bar()  # one for each checkpoint that is written
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
     # The one tells that it goes by the numbers of checkpoints, the other what is refused below.
     for name in ("trainer_utils", "generation.configuration_utils"):
         logging.get_logger(f"transformers.{name}").setLevel(logging.ERROR)
     try:
-        recipe = load_recipe(recipe_file, overrides)
+        recipe = load_recipe(*parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, OSError) as error:
         return report(error, 2)
     # Only now, because it takes seconds: a typo is reported at once.
@@ -56,30 +58,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[str | Path, list[str]]:
-    """The recipe's file and the overrides of a command line."""
+    """The recipe's file and the overrides of a command line.
+
+    Raises:
+        ValueError: With what to write instead.
+    """
     wants_help = {"-h", "--help"} & set(argv)
     parser = argparse.ArgumentParser(
         description="Train, measure and save a model from a recipe.",
-        epilog=keys_table() if wants_help else None,
+        epilog=help_text() if wants_help else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file (default: configs/reverse.yaml)")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces what the recipe says"
     )
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        raise ValueError(f"{unknown[0]}: keys have no dashes, write {key}={value or 'VALUE'}")
     first = arguments.recipe
     if first is None:
         return DEFAULT_RECIPE, []
-    if "=" in first and not Path(first).exists():
-        return DEFAULT_RECIPE, [first, *arguments.overrides]
-    return first, arguments.overrides
-
-
-def keys_table() -> str:
-    """What may stand in a recipe, a line each."""
-    rows = [f"  {key.key} ({key.type}; {key.default})\n      {key.text}" for key in describe_keys()]
-    return "\n".join(["keys of a recipe (type; default):", *rows])
+    if "=" not in first or Path(first).exists():
+        return first, arguments.overrides
+    overrides = [first, *arguments.overrides]
+    if own := [text for text in overrides if OWN_DATA.match(text)]:
+        # The recipe that is meant where none is named makes its own data.
+        raise ValueError(f"{own[0]} needs a recipe before it: train.py configs/pairs.yaml {own[0]}")
+    return DEFAULT_RECIPE, overrides
 
 
 def report(error: Exception | str, status: int) -> int:

@@ -18,6 +18,7 @@ FLOORS = (
     {"recipe_keys"},
     {"recipe_checks"},
     {"recipes"},
+    {"recipe_docs"},
     {"modeling_tinytfm", "reading"},
     {"search", "alignment"},
     {"decoding"},
