@@ -78,7 +78,7 @@ class TokenCounts:
         else:
             source, target = (nothing, read) if config.is_decoder else (read, nothing)
         sums = (source, target, source * source, target * target, target * source)
-        return cls(*torch.stack([counted.sum() for counted in sums]).tolist(), rows=len(given))
+        return cls(*torch.stack([counted.sum() for counted in sums]).tolist(), len(given))
 
 
 def weights_per_token(config: Any) -> tuple[int, int]:
