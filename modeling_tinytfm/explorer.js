@@ -967,6 +967,8 @@ function walk(view, button, event) {
   }
   event.preventDefault();
   if (!goal) return;
+  button.tabIndex = -1;
+  goal.tabIndex = 0;
   goal.focus();
   goal.spot.choose();
 }
@@ -1126,7 +1128,7 @@ async function start() {
 }
 
 /* For whoever wants to check a number, in the console or in a test. */
-const explorer = { header, state, select, row, array, vector, meeting, agreement, rankCorrelation, drawAll, times: () => VIEWS.map((v) => { const from = performance.now(); show(v); return [v.id, performance.now() - from]; }), svg: (id) => svgOf(framed(VIEWS.find((v) => v.id === id)), id), ready: null };
+const explorer = { header, state, select, row, array, vector, meeting, agreement, rankCorrelation, drawAll, drawSeen, times: () => VIEWS.map((v) => { const from = performance.now(); show(v); return [v.id, performance.now() - from]; }), svg: (id) => svgOf(framed(VIEWS.find((v) => v.id === id)), id), ready: null };
 window.explorer = explorer;
 
 start().catch((error) => {

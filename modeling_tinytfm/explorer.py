@@ -27,7 +27,7 @@ TYPES = {"u2": "<u2", "i2": "<i2", "i4": "<i4", "f4": "<f4"}
 # Attention as codes: -ln(w) in steps of 32 / 65534 up to 24, and from there in steps of 1 / 128, as
 # far as float32 has weights. Small weights matter at high temperature, where linear codes fail.
 FINE, FINE_END, COARSE, MASKED = 65534 / 32, 24.0, 128, 65535
-SHARP_VECTORS = 16383  # levels on either side of zero: 15 of 16 bits, which compress a little
+SHARP_VECTORS = 8191  # levels on either side of zero: 14 of 16 bits, which compress
 _OMITTED = re.compile(r"[\u0000\ud800-\udfff]")
 
 
