@@ -10,6 +10,7 @@ memory with the result. What cannot be carried over is refused with a ValueError
 
 import copy
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from transformers.activations import ACT2FN
 
 from .configuration_tinytfm import TinyTFMConfig
 from .modeling_tinytfm import TinyTFMForConditionalGeneration, sinusoids
+
+EXPORT_FILE = "export.json"  # in a folder made for another engine: what it was made of
 
 StateDict = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
@@ -191,6 +194,24 @@ def check_config(target: str, config: object, **required: object) -> None:
             raise ValueError(
                 f"{name}={value!r} cannot be carried over to {target}, where it is {expected!r}"
             )
+
+
+def required(module: str, extra: str) -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+        module: The module.
+        extra: The project's extra that brings its package.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed, with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error.name} is not installed: pip install 'modeling-tinytfm[{extra}]'"
+        ) from None
 
 
 def check_class(name: str, value: object, expected: type) -> None:

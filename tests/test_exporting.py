@@ -1,0 +1,216 @@
+"""Folders for other engines: what is in them, who can load them, and what is refused."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_ctranslate2_model import sources, word_tokenizer
+from tiny import tiny_model
+
+from modeling_tinytfm import TinyTFMForCausalLM
+from modeling_tinytfm.exporting import export_model, new_folder
+from modeling_tinytfm.tokenization import save_tokenizer
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "export.py"
+
+
+@pytest.fixture(scope="module")
+def saved(reverser, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    reverser.save_pretrained(folder)
+    save_tokenizer(word_tokenizer(), folder)
+    return folder
+
+
+def save(model, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    save_tokenizer(word_tokenizer(model.config.vocab_size), folder)
+    return folder
+
+
+def run(*arguments) -> int:
+    try:
+        sys.argv = ["export.py", *map(str, arguments)]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except SystemExit as ending:
+        return ending.code
+    raise AssertionError("the script did not say how it ended")
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    """The script, in this process."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    return run
+
+
+def test_a_marian_folder_needs_no_code_of_ours(saved, reverser, tmp_path, elsewhere):
+    export_model(saved, "marian", tmp_path / "marian")
+    assert {path.suffix for path in (tmp_path / "marian").iterdir()} == {".json", ".safetensors"}
+    rows = sources(40)
+    lines = [" ".join(f"w{token}" for token in row[:-1]) for row in rows]
+    code = """
+import json, sys
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+torch.set_num_threads(1)
+folder, lines = sys.argv[1], json.loads(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+inputs = tokenizer(lines, return_tensors="pt", padding=True)
+outputs = [model.generate(**inputs, num_beams=n, max_new_tokens=14).tolist() for n in (1, 4)]
+texts = tokenizer.batch_decode(outputs[0], skip_special_tokens=True)
+print(json.dumps([type(model).__name__, inputs["input_ids"].tolist(), outputs, texts]))
+"""
+    output = elsewhere(code, str(tmp_path / "marian"), json.dumps(lines)).splitlines()[-1]
+    name, input_ids, outputs, texts = json.loads(output)
+    assert name == "MarianMTModel"
+    tokenizer = word_tokenizer()
+    inputs = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+    assert input_ids == inputs["input_ids"].tolist()
+    for num_beams, found in zip((1, 4), outputs, strict=True):
+        expected = reverser.generate(**inputs, num_beams=num_beams, max_new_tokens=14)
+        assert found == expected.tolist()
+        assert len({tuple(row) for row in found}) > 30, "too easy a test"
+    assert texts == tokenizer.batch_decode(outputs[0], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_first": True}, "norm_first=True cannot be carried over to MarianMTModel"),
+        ({"position_embedding_type": "learned"}, "position_embedding_type='learned' cannot"),
+        ({"add_final_layer_norm": True}, "add_final_layer_norm=True cannot"),
+        ({"layer_norm_eps": 1e-6}, "layer_norm_eps=1e-06 cannot"),
+    ],
+    ids=str,
+)
+def test_what_marian_has_not_is_refused_and_leaves_nothing(changes, message, tmp_path):
+    folder = save(tiny_model(**changes), tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        export_model(folder, "marian", tmp_path / "marian")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_no_encoder_decoder_is_refused(tmp_path):
+    decoder = tiny_model(TinyTFMForCausalLM, is_encoder_decoder=False, is_decoder=True)
+    folder = save(decoder, tmp_path / "model")
+    for engine in ("ctranslate2", "marian", "onnx"):
+        with pytest.raises(ValueError, match="not a TinyTFMForCausalLM"):
+            export_model(folder, engine, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_ctranslate2_folder_says_what_it_was_made_of(saved, reverser, tmp_path):
+    output = export_model(saved, "ctranslate2", tmp_path / "new", quantization="int8")
+    record = json.loads((output / "export.json").read_text())
+    assert (record["engine"], record["model"], record["quantization"]) == (
+        "ctranslate2",
+        "model",
+        "int8",
+    )
+    assert record["config"]["d_model"] == reverser.config.d_model
+    assert "auto_map" not in record["config"]
+    assert str(saved.parent) not in (output / "export.json").read_text()
+    files = {path.name for path in output.iterdir()}
+    assert files == {
+        "model.bin",  # CTranslate2's own format
+        "config.json",
+        "shared_vocabulary.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "export.json",
+    }
+    assert (output / "model.bin").read_bytes()[:24].find(b"TransformerSpec") > 0
+    assert output.stat().st_mode & 0o055, "others may not even look"
+
+
+def test_no_folder_is_overwritten(saved, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    for output in (tmp_path / "used", tmp_path / "used" / "notes.txt"):
+        with pytest.raises(ValueError, match="exists and is no empty folder: choose another"):
+            export_model(saved, "marian", output)
+    assert (tmp_path / "used" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    export_model(saved, "marian", tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_a_new_folder_appears_when_all_is_written(tmp_path):
+    def stop_halfway():
+        with new_folder(tmp_path / "deep" / "new") as folder:
+            (folder / "file").write_text("half")
+            assert not (tmp_path / "deep" / "new").exists()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        stop_halfway()
+    assert not any((tmp_path / "deep").iterdir())
+    with new_folder(tmp_path / "deep" / "new") as folder:
+        (folder / "file").write_text("whole")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "missing"),
+    [
+        ("ctranslate2", "modeling_tinytfm.ctranslate2_model", "ctranslate2"),
+        ("onnx", "modeling_tinytfm.onnx_export", "onnx"),
+        ("onnx", "modeling_tinytfm.onnx_export", "onnxscript"),
+    ],
+)
+def test_a_missing_package_is_named_in_one_line(
+    engine, module, missing, saved, tmp_path, monkeypatch, command_line, capsys
+):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert command_line(saved, "--to", engine, "--output", tmp_path / "new") == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    extra = f"pip install 'modeling-tinytfm[{engine}]'"
+    assert errors.splitlines()[-1] == f"export.py: {missing} is not installed: {extra}"
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_command_line(saved, tmp_path, command_line, capsys):
+    output = tmp_path / "new folder"
+    assert command_line(saved, "--to", "marian", "--output", output) == 0
+    assert f"{saved} -> {output}\n" in capsys.readouterr().out
+    for arguments, message in (
+        (["--to", "marian", "--output", output], "exists and is no empty folder"),
+        (["--to", "marian", "--output", tmp_path / "x", "--quantization", "int8"], "only"),
+        (["--to", "ctranslate2", "--output", tmp_path / "x", "--quantization", "int3"], "int3"),
+    ):
+        assert command_line(saved, *arguments) == 2
+        errors = capsys.readouterr().err.splitlines()
+        assert message in errors[-1]
+        assert errors[-1].startswith("export.py: ")
+    assert command_line(tmp_path / "nowhere", "--to", "marian", "--output", tmp_path / "x") == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_half_precision_is_exported_exactly(reverser, tmp_path):
+    """Without a quantisation an export computes in float32, with the numbers that were saved."""
+    folder = tmp_path / "model"
+    reverser.save_pretrained(folder)
+    model = type(reverser).from_pretrained(folder, dtype=torch.bfloat16)
+    save(model, tmp_path / "half")
+    output = export_model(tmp_path / "half", "ctranslate2", tmp_path / "new")
+    from modeling_tinytfm.ctranslate2_model import CTranslate2Translator
+    from modeling_tinytfm.decoding import ModelTranslator
+
+    translator = CTranslate2Translator(output, word_tokenizer())
+    assert translator.translator.compute_type == "float32"
+    ours = ModelTranslator([model.float()], word_tokenizer())
+    for first, second in zip(
+        ours.generate(sources(40), max_new_tokens=14),
+        translator.generate(sources(40), max_new_tokens=14),
+        strict=True,
+    ):
+        assert first[0].tokens == second[0].tokens
