@@ -57,6 +57,11 @@ GENERATION_KEYS: dict[str, Key] = {
     "length_penalty": Key(
         float, 1.0, "exponent of the length by which a beam's score is divided; > 0 favours length"
     ),
+    "length_penalty_form": Key(
+        Literal["length", "gnmt"],
+        "length",
+        "what length_penalty is the exponent of: the length, or (5 + length) / 6 as in the paper",
+    ),
     "early_stopping": Key(
         bool | Literal["never"], False, "stop as soon as num_beams hypotheses are finished"
     ),
