@@ -679,14 +679,14 @@ function pathPlane(p, stack, x0, y0, w) {
     p.dot(x(L - 1, i), y(L - 1, i), chosen ? 5 : 3, { fill: chosen ? ink.warm : ink.accent });
   }
   // The chosen token's labels first; others where they do not collide.
-  const place = (px, py, text, look) => {
+  const place = (px, py, text, look, left = false) => {
     const tw = widthOf(text, look.size, look.weight), box = [px, py - look.size, tw, look.size + 2];
-    if (px + tw > x0 + w - 4) box[0] = px - tw - 14;
+    if (left || px + tw > x0 + w - 4) box[0] = px - tw - 16;
     if (taken.some((b) => b[0] < box[0] + box[2] && box[0] < b[0] + b[2] && b[1] < box[1] + box[3] && box[1] < b[1] + b[3])) return;
     taken.push(box);
     p.text(box[0], py, text, look);
   };
-  place(x(L - 1, t) + 8, y(L - 1, t) + 5, isolate(label(list[t])), { size: 14, weight: 700, fill: ink.warm });
+  place(x(L - 1, t) + 8, y(L - 1, t) + 5, isolate(label(list[t])), { size: 14, weight: 700, fill: ink.warm }, L > 1 && x(L - 2, t) > x(L - 1, t));
   for (let l = 0; l < L - 1; l++) {
     p.dot(x(l, t), y(l, t), 3, { fill: ink.card, stroke: ink.warm, width: 1.6 });
     place(x(l, t) + 7, y(l, t) - 5, l ? String(l) : "embedding", { size: 11, fill: ink.warm });
