@@ -442,6 +442,7 @@ def sharded_and_resumed(folder):
     return whole, resumed
 
 
+@pytest.mark.slow
 def test_sharded_checkpoints_are_resumed_averaged_and_load_anywhere(launch, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     for whole, resumed in launch(sharded_and_resumed, run, world_size=2):
