@@ -32,6 +32,7 @@ from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.recipes import load_recipe
 from modeling_tinytfm.reports import mean_training_loss
 from modeling_tinytfm.scoring import score_model
+from modeling_tinytfm.translation import translate_n_best
 
 RECIPE = {
     "threads": 1,
@@ -855,6 +856,23 @@ def test_b39_what_a_limit_leaves_out_of_a_dictionary_is_counted(recipe, monkeypa
     kept = min(limit, 9)
     assert len(read["train"]) == reports["train"].pairs == kept
     assert reports["train"].over_max_train_samples == 9 - kept
+
+
+def test_the_papers_length_penalty_is_used_and_kept(recipe):
+    form = ("generation.length_penalty_form=gnmt", "generation.length_penalty=2.0")
+    run_recipe(recipe(*form, "generation.num_beams=3"))
+    kept = json.loads(Path("outputs/tiny/generation_config.json").read_text())
+    assert kept["length_penalty_form"] == "gnmt"
+    assert kept["length_penalty"] == 2.0
+    model, tokenizer = load_model("outputs/tiny")
+    rows = predicted("outputs/tiny")
+    sources = [row["source"] for row in rows]
+    assert [row["prediction"] for row in rows] == translate(model, tokenizer, sources)
+    best = translate_n_best(model, tokenizer, sources, num_beams=3, n_best=1)
+    gnmt = translate_n_best(
+        model, tokenizer, sources, num_beams=3, n_best=1, length_penalty_form="gnmt"
+    )
+    assert [row[0].score for row in best] == pytest.approx([row[0].score for row in gnmt])
 
 
 # Scoring and averaging afterwards
