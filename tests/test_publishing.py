@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import re
 import shutil
 import subprocess
@@ -391,14 +392,17 @@ def test_a_private_repository_is_refused_without_its_owners_token(
     assert said[0] == "ada/hidden is new, and private"
     attempt = """
 import os, sys, transformers
-try:
-    transformers.AutoModelForSeq2SeqLM.from_pretrained("ada/hidden", trust_remote_code=True)
-    print("loaded")
-except OSError as error:
-    print("refused", "ada/hidden" in str(error), os.environ.get("HF_TOKEN", "-") in str(error))
+for token in [None, *sys.argv[1:]]:
+    try:
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            "ada/hidden", trust_remote_code=True, token=token
+        )
+        print("loaded")
+    except OSError as error:
+        print("refused", "ada/hidden" in str(error), str(token) in str(error))
 """
-    assert elsewhere(attempt, **online).split() == ["refused", "True", "False"]
-    assert elsewhere(attempt, HF_TOKEN=ADA, **online).split() == ["loaded"]
+    seen = elsewhere(attempt, EVE, ADA, **online).splitlines()
+    assert seen == ["refused True False", "refused True False", "loaded"]
     for token in (False, EVE):
         with pytest.raises(huggingface_hub.errors.RepositoryNotFoundError):
             hf_hub_download("ada/hidden", "model.safetensors", token=token)
@@ -836,10 +840,65 @@ for name in json.loads(sys.argv[1]):
     found.append(sys.modules[type(model).__module__].sinusoids.__defaults__[0])
 print(json.dumps(found))
 """
-    expected = [10000.0, 10001.0, 10002.0]
     found = elsewhere(code, json.dumps([*names, *names]), **online).splitlines()[-1]
-    assert json.loads(found) == expected * 2
-    assert json.loads(elsewhere(code, json.dumps(names)).splitlines()[-1]) == expected
+    assert json.loads(found) == [10000.0, 10001.0, 10002.0] * 2
+
+
+def test_b43_whoever_loaded_it_publishes_it_again_without_the_package(
+    hub, online, elsewhere, run_folder
+):
+    push(run_folder, "ada/first")
+    code = """
+import sys, transformers
+name, again = "ada/first", "ada/again"
+model = transformers.AutoModelForSeq2SeqLM.from_pretrained(name, trust_remote_code=True)
+tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+model.push_to_hub(again)
+tokenizer.push_to_hub(again)
+model = transformers.AutoModelForSeq2SeqLM.from_pretrained(again, trust_remote_code=True)
+batch = tokenizer(["1 2 3"], return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**batch), skip_special_tokens=True))
+"""
+    assert elsewhere(code, HF_TOKEN=ADA, **online).splitlines()[-1] == "['3 2 1']"
+    held = hub.files("ada/again")
+    first = hub.files("ada/first")
+    for name in ("configuration_tinytfm.py", "modeling_tinytfm.py", "model.safetensors"):
+        assert held[name] == first[name]
+    assert (
+        json.loads(held["config.json"])["auto_map"] == json.loads(first["config.json"])["auto_map"]
+    )
+    assert b"--" not in held["config.json"]
+    # Its tokenizer is transformers' own there; pushed with the package, it is mended.
+    own = load_tokenizer("ada/again")
+    own.push_to_hub("ada/again")
+    settings = json.loads(hub.files("ada/again")["tokenizer_config.json"])
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("it-ran"),))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_resuming_runs_nothing_that_a_checkpoint_pickled(
+    name,
+    reverser,
+    digits,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    monkeypatch.chdir(tmp_path)
+    trainer_of(reverser_copy(reverser), digits, push_to_hub=False, max_steps=2).train()
+    checkpoint = Path("outputs/trained/checkpoint-2")
+    torch.save(Trap(), checkpoint / name)
+    torch.save(Trap(), checkpoint / "training_args.bin")  # which nobody reads
+    trainer = trainer_of(reverser_copy(reverser), digits, push_to_hub=False)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert not Path("it-ran").exists()
 
 
 def test_no_code_of_a_repository_runs_unasked(hub, online, elsewhere, run_folder, monkeypatch):
