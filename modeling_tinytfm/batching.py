@@ -78,21 +78,26 @@ def _even_sizes(rows: int, batches: int) -> list[int]:
     return [(rows + batch) // batches for batch in reversed(range(batches))]
 
 
+def _split_largest(sizes: list[int]) -> None:
+    """Makes two batches of the largest one."""
+    largest = int(np.argmax(sizes))
+    sizes[largest : largest + 1] = _even_sizes(sizes[largest], 2)
+
+
 def _budget_sizes(
-    rows: np.ndarray, longest: np.ndarray, max_tokens: int, num_replicas: int
+    rows: np.ndarray, longest: np.ndarray, max_tokens: int, num_replicas: int, min_batches: int
 ) -> list[int]:
     """Rows of each batch, bucket after bucket, a multiple of `num_replicas` of them."""
     sizes: list[int] = []
     for bucket_rows, batches in zip(rows, _batches(rows, longest, max_tokens), strict=True):
         sizes += _even_sizes(int(bucket_rows), int(batches))
-    while len(sizes) % num_replicas:
-        largest = int(np.argmax(sizes))
-        if sizes[largest] == 1:
+    while len(sizes) % num_replicas or len(sizes) < min_batches:
+        if max(sizes) == 1:
             raise ValueError(
                 f"max_tokens={max_tokens}: every batch holds one row, and {len(sizes):,} rows do "
                 f"not divide by {num_replicas} processes; raise max_tokens"
             )
-        sizes[largest : largest + 1] = _even_sizes(sizes[largest], 2)
+        _split_largest(sizes)
     return sizes
 
 
@@ -136,10 +141,11 @@ class PairBatchSampler(Sampler[list[int]]):
         seed: of the shuffle, not negative.
         num_replicas: number of processes.
         rank: number of this process, from 0.
+        min_batches: how many to make at least, over all processes, by splitting the largest.
 
     Raises:
         ValueError: if neither or both of max_tokens and batch_size are given, if one row exceeds
-            max_tokens, or if there are fewer rows than processes.
+            max_tokens, or if there are fewer rows than processes or min_batches.
     """
 
     def __init__(
@@ -152,6 +158,7 @@ class PairBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         num_replicas: int = 1,
         rank: int = 0,
+        min_batches: int = 0,
     ) -> None:
         if len(source_lengths) != len(target_lengths):
             raise ValueError(
@@ -165,6 +172,8 @@ class PairBatchSampler(Sampler[list[int]]):
                 f"{rows} rows for {num_replicas} processes: each needs at least one row; "
                 "start fewer processes or give more data"
             )
+        if rows < min_batches:
+            raise ValueError(f"{rows} rows do not make min_batches={min_batches}")
         if (max_tokens is None) == (batch_size is None):
             raise ValueError(
                 f"max_tokens={max_tokens} and batch_size={batch_size}: give exactly one of them"
@@ -190,9 +199,13 @@ class PairBatchSampler(Sampler[list[int]]):
             longest = np.maximum.reduceat(by_bucket, starts)
             # Noise of 1 shuffles equal lengths; half the range changes most of a row's company.
             self._noise = np.maximum(1, (longest - np.minimum.reduceat(by_bucket, starts)) / 2)
-            sizes = _budget_sizes(bucket_rows, longest.sum(axis=1), max_tokens, num_replicas)
+            sizes = _budget_sizes(
+                bucket_rows, longest.sum(axis=1), max_tokens, num_replicas, min_batches
+            )
         elif batch_size is not None and batch_size >= 1:
             sizes = _fixed_sizes(rows, batch_size, num_replicas)
+            while len(sizes) < min_batches or len(sizes) % num_replicas:
+                _split_largest(sizes)
         else:
             raise ValueError(f"batch_size={batch_size}: it must be at least 1")
         self._ends = np.cumsum(np.array(sizes, dtype=np.int64))
@@ -219,6 +232,11 @@ class PairBatchSampler(Sampler[list[int]]):
         steps = self._steps(order, generator)[self._skipped :, self.rank].tolist()
         self._skipped = 0
         return (order[self._starts[batch] : self._ends[batch]].tolist() for batch in steps)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of an epoch, source and target, over all processes."""
+        return int(self._lengths.sum())
 
     def padding_waste(self) -> float:
         """Share of padding among the tokens of all batches of the current epoch, 0 to 1."""

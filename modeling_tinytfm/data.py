@@ -29,7 +29,6 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerFast
 
-from . import reading
 from .reading import SOURCE_COLUMN, TARGET_COLUMN, dataset_records, file_records, find_column
 
 HELD_OUT_FRACTION = 0.05
@@ -76,6 +75,7 @@ class SplitReport:
     """
 
     pairs: int = _count("{:,} {rows}")
+    streamed: bool = field(default=False, metadata={"line": "the front of a stream"})
     blocks: int = _count("cut into {:,} blocks")
     held_out: int = _count("{:,} held out for other splits")
     empty_side: int = _count("{:,} dropped (a side is empty)")
@@ -106,7 +106,8 @@ Report = dict[str, SplitReport]
 
 def _fingerprint(*parts: object) -> str:
     """A cache key of the code that makes rows and of `parts`, which JSON can write."""
-    code = [_content_hash(file) for file in (__file__, str(reading.__file__))]
+    here = Path(__file__)
+    code = [_content_hash(str(file)) for file in (here, here.with_name("reading.py"))]
     return hashlib.blake2b(json.dumps([code, *parts]).encode(), digest_size=16).hexdigest()
 
 
@@ -128,7 +129,7 @@ def _cached_dataset(
         raise
 
 
-def _key(text: str) -> int:
+def text_key(text: str) -> int:
     """A 64-bit hash, equal for texts that differ only in white space or Unicode composition."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -146,12 +147,12 @@ def _file_rows(
     record: list[str] = []
     for record in records:
         source, target, *group = (text.replace("\0", "") for text in record)
-        source_key = _key(source)
+        source_key = text_key(source)
         yield {
             "source": source,
             "target": target,
             "source_key": source_key,
-            "group_key": _key(group[0]) if group else source_key,
+            "group_key": text_key(group[0]) if group else source_key,
             "nul_characters": record[0].count("\0") + record[1].count("\0"),
             "empty_side": not source.strip() or not target.strip(),
         }
@@ -498,6 +499,7 @@ def encode_pairs(
     drop_too_long: bool,
     num_proc: int | None = None,
     report: SplitReport | None = None,
+    keep_texts: bool = False,
 ) -> tuple[Dataset, SplitReport]:
     """Turns texts into token ids, tokens and `</s>`.
 
@@ -510,6 +512,7 @@ def encode_pairs(
             and cuts it before its `</s>` (validation, test).
         num_proc: worker processes; None encodes in this one, on the tokenizer's threads.
         report: what is known of the split so far.
+        keep_texts: Whether `source` and `target` stay beside their ids.
 
     Returns:
         Dataset with columns `input_ids` and `labels` (lists of ids), and the report with the rows
@@ -535,19 +538,20 @@ def encode_pairs(
     state = tokenizer.backend_tokenizer.to_str()
     settings = [*limits.values(), drop_too_long, getattr(tokenizer, "split_special_tokens", None)]
     workers = min(num_proc or 1, len(dataset))
+    kept_columns = [SOURCE_COLUMN, TARGET_COLUMN] if keep_texts else []
     encoded = dataset.map(
         _encode_batch,
         batched=True,
         fn_kwargs={"tokenizer": tokenizer, "truncate": not drop_too_long, **limits},
-        remove_columns=dataset.column_names,
-        features=_TOKENS,
+        remove_columns=[name for name in dataset.column_names if name not in kept_columns],
+        features=Features({**_TOKENS, **{name: _TEXTS[name] for name in kept_columns}}),
         num_proc=workers if workers > 1 else None,
-        new_fingerprint=_fingerprint("tokens", dataset._fingerprint, state, settings),
+        new_fingerprint=_fingerprint("tokens", dataset._fingerprint, state, settings, kept_columns),
         desc="Encoding pairs",
     )
     long_source = _column(encoded, "source_too_long")
     long_target = _column(encoded, "target_too_long")
-    encoded = encoded.select_columns(["input_ids", "labels"])
+    encoded = encoded.select_columns(["input_ids", "labels", *kept_columns])
     if not drop_too_long:
         return encoded, replace(
             report,

@@ -142,7 +142,7 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
     trainer = task.trainer_class(
         model=model,
         args=arguments,
-        train_dataset=sets["train"],
+        train_dataset=task.feed(sets["train"], tokenizer, arguments),
         eval_dataset=sets["validation"],
         data_collator=task.collator(tokenizer, model),
         processing_class=tokenizer,
@@ -342,6 +342,7 @@ class Experiment:
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         sampler: Any = trainer.sampler
         updates_an_epoch = -(-len(sampler) // arguments.gradient_accumulation_steps)
+        an_epoch = f"{updates_an_epoch:,} an epoch"
         updates = f"{math.ceil(updates_an_epoch * arguments.num_train_epochs):,}"
         if arguments.max_steps > 0:
             updates = f"{arguments.max_steps:,}"
@@ -354,8 +355,7 @@ class Experiment:
             batch = f"{arguments.per_device_train_batch_size} {self.task.rows}"
         else:
             batch = f"up to {recipe.data.max_tokens:,} tokens, source and target, padding included"
-        source_lengths, target_lengths = trainer.lengths(self.sets["train"])
-        real_tokens = (source_lengths.sum() + target_lengths.sum()) / max(updates_an_epoch, 1)
+        real_tokens = sampler.tokens / max(updates_an_epoch, 1)
         precision = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
         vocabulary = []
         if trainer.processing_class is not None:
@@ -376,7 +376,7 @@ class Experiment:
                 f"x {arguments.world_size} processes; {real_tokens:,.0f} real tokens an update; "
                 f"{sampler.padding_waste():.1%} padding",
             ),
-            ("updates", f"{updates}; {updates_an_epoch:,} an epoch"),
+            ("updates", updates if recipe.data.streaming else f"{updates}; {an_epoch}"),
             *self.task.plan(trainer.model),
             ("arithmetic", describe_flops(config)),
             (

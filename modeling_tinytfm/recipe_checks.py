@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_training(recipe.training)
     _check_model(recipe)
     _check_across_sections(recipe)
+    _check_what_changes(recipe)
 
 
 def _check_task(recipe: Recipe) -> None:
@@ -81,6 +83,11 @@ def _check_task(recipe: Recipe) -> None:
         )
     if is_classification and recipe.generation:
         raise ValueError(f"generation={recipe.generation!r} means nothing to task=classification")
+    if not is_seq2seq and "length_penalty_form" in recipe.generation:
+        raise ValueError(
+            f"generation.length_penalty_form={recipe.generation['length_penalty_form']!r} means "
+            f"nothing to task={task}"
+        )
     unused = {"classification": "decoder", "language_model": "encoder"}.get(task)
     for name, value in recipe.model.items():
         if unused and name.startswith(f"{unused}_"):
@@ -154,6 +161,46 @@ def _check_data(data: DataSettings) -> None:
             )
 
 
+def _check_what_changes(recipe: Recipe) -> None:
+    """Refuses streams, and dropout in sub-words, where they cannot be or would be spoilt."""
+    data, dropout = recipe.data, recipe.tokenizer.bpe_dropout
+    arguments = recipe.training.arguments
+    for key, value in (("tokenizer.bpe_dropout", dropout), ("data.streaming", data.streaming)):
+        if value and recipe.task != "seq2seq":
+            raise ValueError(f"{key}={value} is for task=seq2seq, not for task={recipe.task}")
+    if dropout and recipe.tokenizer.kind != "bpe":
+        raise ValueError(
+            f"tokenizer.bpe_dropout={dropout} is for tokenizer.kind=bpe, not for "
+            f"tokenizer.kind={recipe.tokenizer.kind}"
+        )
+    if dropout > 1:
+        raise ValueError(f"tokenizer.bpe_dropout={dropout} must be at most 1; usual is 0.1")
+    persistent = arguments.get("dataloader_persistent_workers")
+    if dropout and persistent and not data.streaming:
+        raise ValueError(
+            "training.dataloader_persistent_workers=True would feed the first epoch again and "
+            f"again, and tokenizer.bpe_dropout={dropout} makes another one each time: leave it out"
+        )
+    if not data.streaming:
+        return
+    if arguments.get("max_steps", -1) <= 0:
+        raise ValueError("data.streaming=true needs training.max_steps: a stream has no epochs")
+    for key in ("generator", "group_column", "max_train_samples"):
+        if getattr(data, key) is not None:
+            raise ValueError(
+                f"data.{key}={getattr(data, key)!r} contradicts data.streaming=true: it needs all "
+                "rows at once"
+            )
+    limits = (data.max_source_length, data.max_target_length)
+    longest = math.inf if None in limits else sum(filter(None, limits))
+    if data.max_tokens is not None and longest > data.max_tokens:
+        raise ValueError(
+            f"data.max_tokens={data.max_tokens} cannot hold every pair of a stream, whose lengths "
+            f"are not known: data.max_source_length={limits[0]} and data.max_target_length="
+            f"{limits[1]} must be set, and be no more together"
+        )
+
+
 def _check_evaluation(evaluation: EvaluationSettings) -> None:
     metrics = evaluation.metrics or []
     for name in metrics:
@@ -174,8 +221,9 @@ def _check_generation(generation: Mapping[str, Any]) -> None:
                 f"generation.{longer}={generation[longer]} contradicts "
                 f"generation.{shorter}={generation[shorter]}: keep one of the two"
             )
+    known = {name: value for name, value in generation.items() if name != "length_penalty_form"}
     try:
-        GenerationConfig(**generation)
+        GenerationConfig(**known)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"generation={dict(generation)!r}: {error}") from None
 

@@ -3,11 +3,12 @@
 import math
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, concatenate_datasets
-from transformers import DataCollatorForSeq2Seq
+from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
+from transformers import DataCollatorForSeq2Seq, TrainingArguments
 
 from .configuration_tinytfm import TinyTFMConfig
 from .data import (
@@ -17,12 +18,18 @@ from .data import (
     encode_pairs,
     load_pairs,
     reverse_pairs,
+    text_key,
     token_lengths,
 )
+from .encoding import PairEncoder
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
+from .recipes import Recipe
 from .reports import shortened
-from .tasks import Column, Task, check_generation, files_of, longest_output
-from .training import TinyTFMTrainer
+from .resegmentation import ResegmentedPairs
+from .search import keep_penalty_form
+from .streaming import PairStream, Stream
+from .tasks import SPLITS, Column, Task, check_generation, files_of, longest_output
+from .training import TinyTFMTrainer, batch_options
 from .translation import EXTRA_TOKENS, translate
 
 
@@ -30,6 +37,11 @@ class Seq2Seq(Task):
     """Pairs of texts; predictions are generated."""
 
     rows = "pairs"
+
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        self.stream: Stream | None = None
+        self.held_out: frozenset[int] = frozenset()
 
     def read(self) -> tuple[DatasetDict, Report]:
         """The pairs of all splits, from files, a data set or a generator."""
@@ -47,14 +59,31 @@ class Seq2Seq(Task):
                 texts["train"] = texts["train"].select(range(kept))
                 reports["train"] = SplitReport(pairs=kept, over_max_train_samples=pairs - kept)
             return texts, reports
-        return load_pairs(
-            files_of(data),
+        files = files_of(data)
+        given = set(files)
+        if data.streaming:
+            columns = (data.source_column, data.target_column)
+            self.stream = Stream.of(files["train"], columns, "train")
+            files["train"] = self.stream.front(data.streaming_sample)
+            for split in given - {"train"}:
+                if isinstance(files[split], IterableDataset):
+                    files[split] = Stream.of(files[split], columns, split).front(None)
+        texts, reports = load_pairs(
+            files,
             source_column=data.source_column,
             target_column=data.target_column,
             group_column=data.group_column,
             max_train_samples=data.max_train_samples,
             merge_references=data.merge_references,
         )
+        if data.streaming:
+            reports["train"] = replace(reports["train"], streamed=True)
+            self.held_out = frozenset(
+                text_key(source)
+                for split in set(SPLITS) - given
+                for source in texts[split]["source"]
+            )
+        return texts, reports
 
     def read_file(self, path: str | Path) -> Dataset:
         """The pairs of one file, with the recipe's columns."""
@@ -84,17 +113,43 @@ class Seq2Seq(Task):
             drop_too_long=training,
             num_proc=data.num_proc,
             report=report,
+            keep_texts=training and self.recipe.tokenizer.bpe_dropout > 0,
         )
         if training:
             return encoded, report
         texts = rows.select_columns(["source", "references"])
         return concatenate_datasets([encoded, texts], axis=1), report
 
+    def feed(self, rows: Dataset, tokenizer: Any, arguments: TrainingArguments) -> Any:
+        """The encoded pairs; what encodes them anew each epoch; or a stream of pairs."""
+        data, dropout = self.recipe.data, self.recipe.tokenizer.bpe_dropout
+        if self.stream is None and not dropout:
+            return rows
+        encoder = PairEncoder(
+            tokenizer,
+            max_source_length=data.max_source_length,
+            max_target_length=data.max_target_length,
+            max_tokens=data.max_tokens,
+            bpe_dropout=dropout,
+        )
+        if self.stream is None:
+            is_watched = arguments.process_index == 0 and not arguments.disable_tqdm
+            return ResegmentedPairs(rows, encoder, show_progress=None if is_watched else False)
+        return PairStream(
+            self.stream,
+            encoder,
+            rows,
+            **batch_options(arguments, data.max_tokens),
+            buffer=data.streaming_buffer,
+            held_out=self.held_out,
+        )
+
     def model(self, tokenizer: Any, train: Dataset) -> TinyTFMForConditionalGeneration:
         """A new encoder-decoder, which knows how to generate."""
         config = TinyTFMConfig(vocab_size=len(tokenizer), **self.recipe.model)
         model = TinyTFMForConditionalGeneration(config)
         generation = dict(self.recipe.generation)
+        penalty_form = generation.pop("length_penalty_form", None)
         positions = math.inf
         if config.position_embedding_type == "learned":
             positions = config.max_position_embeddings
@@ -110,11 +165,32 @@ class Seq2Seq(Task):
                 f"model.max_position_embeddings={positions}"
             )
         check_generation(model)
+        if penalty_form is not None:
+            keep_penalty_form(model, penalty_form)
         return model
 
     def plan(self, model: Any) -> list[tuple[str, str]]:
-        """How long outputs may become."""
-        return [("outputs", f"up to {longest_output(model)} tokens")]
+        """How long outputs may become, and what cannot be repeated."""
+        lines = [("outputs", f"up to {longest_output(model)} tokens")]
+        if self.recipe.tokenizer.bpe_dropout:
+            lines.append(
+                (
+                    "BPE dropout",
+                    f"{self.recipe.tokenizer.bpe_dropout}, drawn anew each epoch, by no seed: this "
+                    "run cannot be repeated bit for bit, and its epochs differ by some updates",
+                )
+            )
+        if self.stream is not None:
+            lines.append(
+                (
+                    "stream",
+                    f"{self.recipe.data.streaming_buffer:,} rows at a time are shuffled and "
+                    "batched together; after the last row it begins again, shuffled anew. There "
+                    "are no epochs of exact length; resuming reads it again up to where it "
+                    "stopped, and need not be exact to the bit",
+                )
+            )
+        return lines
 
     def example(self, row: dict[str, Any]) -> str:
         """`source  ->  target`."""

@@ -86,6 +86,12 @@ class TokenizerSettings:
         "occurrences that bring a merge (bpe; 2 if null) or a word (1 if null) into the vocabulary",
         minimum=1,
     )
+    bpe_dropout: float = setting(
+        0.0,
+        "share of merges left out at random in training, anew each epoch (kind: bpe; task "
+        "seq2seq); such a run cannot be repeated bit for bit",
+        minimum=0,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +168,23 @@ class DataSettings:
         minimum=4,
     )
     num_proc: int | None = setting(None, "processes for preprocessing", minimum=1)
+    streaming: bool = setting(
+        False,
+        "read training pairs while training, for data that do not fit (task seq2seq, needs "
+        "training.max_steps); after its last row the stream begins again, shuffled anew",
+    )
+    streaming_sample: int = setting(
+        1_000_000,
+        "rows at the front of a stream that the vocabulary is trained on, and that validation and "
+        "test sets are held out of where none are given",
+        minimum=10,
+    )
+    streaming_buffer: int = setting(
+        100_000,
+        "rows of a stream that are shuffled and batched together, in each process and each of its "
+        "loader's workers",
+        minimum=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from datasets import Dataset, DatasetDict
+from transformers import TrainingArguments
 
 from .configuration_tinytfm import TinyTFMConfig
 from .data import PairSource, Report, SplitReport
@@ -78,6 +79,16 @@ class Task(ABC):
             ValueError: If no row is left.
         """
 
+    def feed(self, rows: Dataset, tokenizer: Any, arguments: TrainingArguments) -> Any:
+        """What training reads: the encoded rows, unless they change while it runs.
+
+        Args:
+            rows: As `encode` gave them for training.
+            tokenizer: The task's, or None.
+            arguments: The Trainer's.
+        """
+        return rows
+
     @abstractmethod
     def model(self, tokenizer: Any, train: Dataset) -> Any:
         """A new model of the recipe's size.
@@ -143,7 +154,9 @@ def files_of(data: DataSettings) -> dict[str, PairSource]:
     """
     files: dict[str, Any] = {}
     if data.dataset_name is not None:
-        files.update(load_splits(data.dataset_name, data.dataset_config_name))
+        files.update(
+            load_splits(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
+        )
     for split in SPLITS:
         one = getattr(data, f"{split}_file")
         source = getattr(data, f"{split}_source_file")

@@ -7,12 +7,14 @@ evaluation by the token and on generated text, and a stop at a loss that is not 
 
 import copy
 import logging
+import math
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,12 +43,14 @@ from .flops import SpeedMeter
 from .metrics import compute_metrics, perplexity
 from .modeling_tinytfm import mean_loss
 from .publishing import open_repository, push
+from .resegmentation import ResegmentedPairs, ResegmentingSampler
 from .sharding import (
     check_sharding,
     copy_whole,
     embeddings_in_the_outermost_group,
     shard_on_cpus_too,
 )
+from .streaming import PairStream
 from .tokenization import mend_tokenizer_class
 from .translation import (
     BATCH_TOKENS,
@@ -111,7 +115,7 @@ class EpochCallback(TrainerCallback):
     accelerate would have to pass this on through its own wrappers, and not all of them do.
     """
 
-    def __init__(self, sampler: PairBatchSampler):
+    def __init__(self, sampler: PairBatchSampler | ResegmentingSampler):
         self.sampler = sampler
 
     def on_epoch_begin(
@@ -121,8 +125,19 @@ class EpochCallback(TrainerCallback):
         self.sampler.set_epoch(int(state.epoch or 0))
 
 
+def batch_options(args: TrainingArguments, max_tokens: int | None) -> dict[str, Any]:
+    """What decides the batches of this process: see `batching.PairBatchSampler`."""
+    return {
+        "max_tokens": max_tokens,
+        "batch_size": args.per_device_train_batch_size if max_tokens is None else None,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "num_replicas": args.world_size,
+        "rank": args.process_index,
+    }
+
+
 class TinyTFMTrainer(Seq2SeqTrainer):
-    """A Seq2SeqTrainer for pairs that `data.encode_pairs` made.
+    """A Seq2SeqTrainer for pairs that `data.encode_pairs` made, or that are encoded as it trains.
 
     Args:
         model: The model to train or to score.
@@ -187,30 +202,30 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             model.config, dtype.get(self.accelerator.mixed_precision, torch.float32)
         )
         self.add_callback(self.meter)
-        self.sampler: PairBatchSampler | None = None
+        self.sampler: PairBatchSampler | ResegmentingSampler | None = None
         if self.train_dataset is not None:
             self.sampler = self._make_sampler()
-            self.add_callback(EpochCallback(self.sampler))
+            if not isinstance(self.train_dataset, PairStream):
+                self.add_callback(EpochCallback(self.sampler))
 
     # Batches
 
-    def _make_sampler(self) -> PairBatchSampler:
+    def _make_sampler(self) -> PairBatchSampler | ResegmentingSampler:
+        """What makes batches; for a stream, what would make those of its sample."""
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"one process has {self.args.n_gpu} GPUs: start a process for each (torchrun "
                 f"--nproc_per_node {self.args.n_gpu}), or let it see one (CUDA_VISIBLE_DEVICES=0)"
             )
-        source_lengths, target_lengths = self.lengths(self.train_dataset)
-        batch_size = self.args.per_device_train_batch_size if self.max_tokens is None else None
-        return PairBatchSampler(
-            source_lengths,
-            target_lengths,
-            max_tokens=self.max_tokens,
-            batch_size=batch_size,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            num_replicas=self.args.world_size,
-            rank=self.args.process_index,
-        )
+        options = batch_options(self.args, self.max_tokens)
+        if isinstance(self.train_dataset, ResegmentedPairs):
+            return ResegmentingSampler(self.train_dataset, **options)
+        return PairBatchSampler(*self.lengths(self._countable_rows()), **options)
+
+    def _countable_rows(self) -> Any:
+        """The training rows; of a stream, its sample."""
+        rows: Any = self.train_dataset
+        return rows.sample if isinstance(rows, PairStream) else rows
 
     def lengths(self, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         """Positions of each row on the source and on the target side, [rows] each."""
@@ -220,9 +235,15 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         """Batches of this process; not prepared by accelerate, which would share them out again."""
         if self.sampler is None:
             raise ValueError("train_dataset=None: there is nothing to train on")
+        dataset: Any = self.train_dataset
+        batches: dict[str, Any] = {"batch_sampler": self.sampler}
+        if isinstance(dataset, PairStream):
+            batches = {"batch_size": None}  # it makes them itself
+        elif isinstance(dataset, Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
         return DataLoader(
-            self._remove_unused_columns(self.train_dataset, description="training"),
-            batch_sampler=self.sampler,
+            dataset,
+            **batches,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
@@ -235,8 +256,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Pairs of an update on average, from which the Trainer computes its speed."""
-        pairs: Any = self.train_dataset
-        batches: Any = self.sampler
+        pairs, batches = self._countable_rows(), cast(Any, self.sampler)
         return round(len(pairs) / len(batches) * args.gradient_accumulation_steps)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -244,7 +264,32 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             # Resumed from its last checkpoint: the Trainer would make one more update.
             self.control.should_training_stop = True
             return
+        if isinstance(self.sampler, ResegmentingSampler):
+            self._fit_epoch(kwargs, len(self.sampler))
         super()._run_epoch(*args, **kwargs)
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, unless epochs vary and a number of updates ends the training."""
+        epochs, *others = super().set_initial_training_values(*args, **kwargs)
+        if isinstance(self.sampler, ResegmentingSampler) and self.args.max_steps > 0:
+            epochs = sys.maxsize  # as for a stream
+        return (epochs, *others)
+
+    def _fit_epoch(self, epoch: dict[str, Any], batches: int) -> None:
+        """Tells the Trainer, which counts batches once, how many this epoch has.
+
+        Training ends after its number of epochs, not of updates, unless the latter is given.
+        """
+        updates = -(-batches // self.args.gradient_accumulation_steps)
+        if self.args.max_steps <= 0:
+            begun = self.state.global_step
+            if epoch["epoch"] == epoch["epochs_trained"]:
+                begun -= (
+                    epoch["steps_trained_in_current_epoch"] // self.args.gradient_accumulation_steps
+                )
+            rest = math.ceil((self.args.num_train_epochs - epoch["epoch"]) * updates)
+            self.state.max_steps = max(begun + rest, self.state.global_step + 1)
+        epoch.update(steps_in_epoch=batches, num_update_steps_per_epoch=updates)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's; leaves a whole model where the weights were sharded."""
