@@ -131,8 +131,10 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
             sets[split], reports[split] = task.encode(
                 rows, tokenizer, training=split == "train", report=reports[split]
             )
-    # From here on processes are forked, which a tokenizer's threads would not survive.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    encodes_on = recipe.data.streaming or recipe.tokenizer.bpe_dropout > 0
+    if arguments.dataloader_num_workers or not encodes_on:
+        # From here on processes are forked, which a tokenizer's threads would not survive.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     set_seed(arguments.seed)
     model = task.model(tokenizer, sets["train"])
