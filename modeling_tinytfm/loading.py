@@ -1,5 +1,7 @@
 """Saved models and tokenizers, read with errors that a person can act on."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from .conversion import EXPORT_FILE
 from .tokenization import portable
+from .translation import same_vocabulary
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -68,3 +72,31 @@ def load_model(name: str | Path) -> tuple[Any, Any]:
     reads_features = getattr(model.config, "input_feature_size", None) is not None
     tokenizer = None if reads_features else load_tokenizer(name)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def load_translator(names: Sequence[str | Path]) -> tuple[Any, Any]:
+    """What `translate_n_best` takes as model and tokenizer.
+
+    Args:
+        names: Models that decode together, or one folder that was exported to CTranslate2.
+
+    Raises:
+        ValueError: If they cannot decode together, or one is no model.
+        OSError: If there is none that can be read.
+        ModuleNotFoundError: If CTranslate2 is needed and not installed.
+    """
+    for name in names:
+        if not (record := Path(name) / EXPORT_FILE).is_file():
+            continue
+        engine = json.loads(record.read_text(encoding="utf-8"))["engine"]
+        if engine == "onnx":
+            raise ValueError(f"{name} holds ONNX graphs: its README.md shows how to run them")
+        if engine == "ctranslate2":
+            if len(names) > 1:
+                raise ValueError(f"{name} was exported to CTranslate2: it decodes alone")
+            from .ctranslate2_model import CTranslate2Translator
+
+            tokenizer = load_tokenizer(name)
+            return CTranslate2Translator(name, tokenizer), tokenizer
+    models, tokenizers = zip(*map(load_model, names), strict=True)
+    return models, same_vocabulary(tokenizers)

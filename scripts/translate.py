@@ -15,11 +15,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from transformers.utils import logging
 
 from modeling_tinytfm import translation
-from modeling_tinytfm.loading import load_model
+from modeling_tinytfm.loading import load_translator
 
 CHUNK = 10_000  # lines read before any are written: more would only need more memory
 HELP = {
-    "models": "a folder that train.py made, or a name on the Hub; several average probabilities",
+    "models": "a folder of train.py or export.py, or a name on the Hub; several average "
+    "their probabilities",
     "form": "log-probability / length^alpha or / ((5 + length) / 6)^alpha (default: the model's)",
     "alignments": "write a last column such as 0-1 1-0: source and target position of each target "
     "token but </s>, as the last decoder layer's cross-attention has it",
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 target = files.enter_context(translation.whole_file(options.output))
             else:
                 sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-            model, tokenizer = load(options.models)
+            model, tokenizer = load_translator(options.models)
             first = 1
             while chunk := list(islice(lines, 1 if at_terminal else CHUNK)):
                 begun = None if prefixes is None else list(islice(prefixes, len(chunk)))
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"translate.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
@@ -88,12 +89,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, help="longest output (default: the model's)")
     add("--batch-tokens", type=int, help=f"of a batch (default: {translation.BATCH_TOKENS})")
     return parser.parse_args(argv)
-
-
-def load(names: Sequence[str]) -> tuple[Any, Any]:
-    """What `translate_n_best` takes as model and tokenizer: only this knows what a folder holds."""
-    models, tokenizers = zip(*map(load_model, names), strict=True)
-    return models, translation.same_vocabulary(tokenizers)
 
 
 def opened(name: str | None, files: ExitStack) -> Iterator[str]:

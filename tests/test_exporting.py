@@ -1,20 +1,21 @@
 """Folders for other engines: what is in them, who can load them, and what is refused."""
 
+import copy
 import json
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from test_ctranslate2_model import sources, word_tokenizer
+from test_scripts import run_translate, script
 from tiny import tiny_model
 
 from modeling_tinytfm import TinyTFMForCausalLM
 from modeling_tinytfm.exporting import export_model, new_folder
 from modeling_tinytfm.tokenization import save_tokenizer
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "export.py"
+exporting = script("export")
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +30,6 @@ def save(model, folder: Path) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(word_tokenizer(model.config.vocab_size), folder)
     return folder
-
-
-def run(*arguments) -> int:
-    try:
-        sys.argv = ["export.py", *map(str, arguments)]
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    except SystemExit as ending:
-        return ending.code
-    raise AssertionError("the script did not say how it ended")
-
-
-@pytest.fixture
-def command_line(monkeypatch):
-    """The script, in this process."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    return run
 
 
 def test_a_marian_folder_needs_no_code_of_ours(saved, reverser, tmp_path, elsewhere):
@@ -166,11 +151,12 @@ def test_a_new_folder_appears_when_all_is_written(tmp_path):
     ],
 )
 def test_a_missing_package_is_named_in_one_line(
-    engine, module, missing, saved, tmp_path, monkeypatch, command_line, capsys
+    engine, module, missing, saved, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    assert command_line(saved, "--to", engine, "--output", tmp_path / "new") == 2
+    arguments = [str(saved), "--to", engine, "--output", str(tmp_path / "new")]
+    assert exporting.main(arguments) == 2
     output, errors = capsys.readouterr()
     assert output == ""
     extra = f"pip install 'modeling-tinytfm[{engine}]'"
@@ -178,7 +164,10 @@ def test_a_missing_package_is_named_in_one_line(
     assert not any(tmp_path.iterdir())
 
 
-def test_the_command_line(saved, tmp_path, command_line, capsys):
+def test_the_command_line(saved, tmp_path, capsys):
+    def command_line(*arguments):
+        return exporting.main(list(map(str, arguments)))
+
     output = tmp_path / "new folder"
     assert command_line(saved, "--to", "marian", "--output", output) == 0
     assert f"{saved} -> {output}\n" in capsys.readouterr().out
@@ -214,3 +203,51 @@ def test_half_precision_is_exported_exactly(reverser, tmp_path):
         strict=True,
     ):
         assert first[0].tokens == second[0].tokens
+
+
+def test_translate_takes_the_folder_with_the_same_options(
+    reverser, tmp_path, monkeypatch, capsysbinary
+):
+    model = copy.deepcopy(reverser)
+    model.generation_config.update(num_beams=3, early_stopping=True)  # as CTranslate2 ends
+    saved = save(model, tmp_path / "model")
+    output = str(export_model(saved, "ctranslate2", tmp_path / "new"))
+    rows = [*sources(30), [2], *sources(3)]
+    text = "".join(" ".join(f"w{token}" for token in row[:-1]) + "\n" for row in rows).encode()
+
+    def run(folder, *options):
+        return run_translate(monkeypatch, capsysbinary, str(folder), *options, stdin=text)
+
+    for options in (
+        [],
+        ["--scores", "--batch-tokens", "20"],
+        ["--max-new-tokens", "5", "--num-beams", "1"],
+        ["--num-beams", "1", "--prefix", "w4 w5", "--alignments"],
+        ["--length-penalty", "0", "--n-best", "3"],
+        ["--num-beams", "1", "--length-penalty-form", "gnmt", "--length-penalty", "2", "--scores"],
+    ):
+        status, expected, _ = run(saved, *options)
+        assert status == 0
+        found = run(output, *options)
+        assert found[0] == 0, found
+        assert len(expected.splitlines()) == len(found[1].splitlines())
+        for first, second in zip(expected.splitlines(), found[1].splitlines(), strict=True):
+            for a, b in zip(first.split("\t"), second.split("\t"), strict=True):
+                same = a == b or float(a) == pytest.approx(float(b), abs=1e-4)
+                assert same, (options, first, second)
+    for arguments, message in (
+        ([output, str(saved)], "new was exported to CTranslate2: it decodes alone"),
+        ([output, "--prefix", "w4"], "a prefix with num_beams=3 cannot"),
+        ([output, "--length-penalty-form", "gnmt"], "form='gnmt' with"),
+        ([output, "--max-new-tokens", "5000"], "max_new_tokens of 5000 tokens exceeds"),
+    ):
+        status, _, errors = run(*arguments)
+        assert status == 2
+        assert message in errors.splitlines()[-1]
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "onnx" / "export.json").write_text('{"engine": "onnx"}')
+    status, _, errors = run(tmp_path / "onnx")
+    assert (status, "its README.md shows how" in errors) == (2, True)
+    monkeypatch.delitem(sys.modules, "modeling_tinytfm.ctranslate2_model")
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    assert "pip install 'modeling-tinytfm[ctranslate2]'" in run(output)[2]

@@ -633,7 +633,7 @@ def test_one_output_line_for_each_input_line_however_odd(
 
 def test_what_a_model_writes_stays_in_its_row_and_column(monkeypatch, capsysbinary):
     text = "a\r\nb\tc\u2028d\x0b\x85e"
-    monkeypatch.setattr(translating, "load_model", lambda _: (None, None))
+    monkeypatch.setattr(translating, "load_translator", lambda _: (None, None))
     monkeypatch.setattr(
         translating.translation,
         "translate_n_best",
