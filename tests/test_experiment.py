@@ -176,7 +176,7 @@ def test_a_run_leaves_everything_in_its_folder(recipe, said, with_curves):
     assert results["all"] == {**results["train"], **results["eval"], **results["test"]} == scores
     assert set(results["train"]) >= {
         *("train_loss", "train_runtime", "train_samples", "train_samples_per_second"),
-        *("train_steps_per_second", "epoch"),
+        *("train_steps_per_second", "train_tokens_per_second", "train_mfu", "epoch"),
     }
     metrics = ("loss", "perplexity", "token_accuracy", "exact_match", "wer", "per")
     for split in ("eval", "test"):
@@ -349,7 +349,7 @@ def test_an_unfinished_run_asks_for_resume_and_ends_as_if_never_killed(
     resumed = run_recipe(recipe(*overrides, "training.resume_from_checkpoint=true"), said.append)
     assert any(re.search("resumed from: +outputs/tiny/checkpoint-6", text) for text in said)
     whole = json.loads(Path("whole/all_results.json").read_text())
-    timeless = [name for name in whole if not re.search("runtime|per_second|flos", name)]
+    timeless = [name for name in whole if not re.search("runtime|per_second|flos|mfu", name)]
     assert {name: resumed[name] for name in timeless} == pytest.approx(
         {name: whole[name] for name in timeless}
     )
