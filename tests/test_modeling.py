@@ -30,12 +30,16 @@ from modeling_tinytfm import (
     TinyTFMForConditionalGeneration,
     TinyTFMForSequenceClassification,
     TinyTFMModel,
+    modeling_tinytfm,
 )
 from modeling_tinytfm.modeling_tinytfm import (
+    ATTENTION,
     TinyTFMDecoderLayer,
     TinyTFMEncoder,
     TinyTFMEncoderLayer,
+    drop,
     eager_attention,
+    fused_trains_slower,
     sdpa_attention,
     sinusoids,
     token_loss,
@@ -305,6 +309,51 @@ def test_dropout_acts_in_training_only(dropout, attention):
     assert difference(first, second) > 1e-3
 
 
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.9])
+def test_dropout_keeps_the_expected_value(p):
+    x = torch.full((401, 1001), 2.0, requires_grad=True)
+    y = drop(x, p)
+    y.sum().backward()
+    assert y.equal(x.detach() * x.grad)
+    dropped = y == 0
+    number = y.numel()
+    assert abs(dropped.float().mean() - p) < 5 * math.sqrt(p * (1 - p) / number)
+    close(y[~dropped], torch.full_like(y[~dropped], 2 / (1 - p)), 2**-15 / (1 - p))
+    # One draw decides on four neighbours, each for itself.
+    for lag in (1, 2, 3, 4, 1001):
+        both = (dropped.flatten()[lag:] & dropped.flatten()[:-lag]).float().mean()
+        assert abs(both - p * p) < 5 * p / math.sqrt(number)
+
+
+@pytest.mark.parametrize("p", [2**-15, 2**-15 - 2**-17, 1 - 2**-16, 1 - 2**-17])
+def test_dropout_rounds_to_multiples_of_a_sixteen_bit_number(p):
+    dropped, number = drop(torch.ones(2**22), p) == 0, 2**22
+    expected = math.floor(p * 2**16) / 2**16
+    assert abs(expected - p) < 2**-15
+    spread = math.sqrt(expected * (1 - expected) / number)
+    assert abs(dropped.float().mean() - expected) < 5 * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5, 9)])
+def test_dropout_of_any_kind_follows_the_seed(shape, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    torch.manual_seed(3)
+    first = drop(x, 0.5)
+    torch.manual_seed(3)
+    assert first.equal(drop(x, 0.5))
+    assert (first.dtype, first.shape) == (dtype, x.shape)
+    assert (first.eq(0) | first.eq(2 * x)).all()
+    if x.numel() > 100:
+        assert not drop(x.mT, 0.5).equal(drop(x.mT, 0.5))
+
+
+def test_dropout_at_its_ends():
+    x = torch.randn(100)
+    assert drop(x, 0.0) is x
+    assert drop(x, 1.0).equal(torch.zeros(100))
+
+
 @every_shape
 @both_implementations
 def test_training_and_evaluation_agree_without_dropout(shape, attention):
@@ -329,6 +378,34 @@ def test_eager_equals_sdpa(shape, norm_first):
     )
     for name, gradient in eager_gradients.items():
         close(fused_gradients[name], gradient)
+
+
+@every_shape
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.3, "attention_dropout": 0.0}])
+def test_short_sequences_train_as_the_kernel_would(shape, changes, monkeypatch):
+    model, batch = model_of(shape, **changes).train(), labelled_batch(shape, 7, 4)
+    attention, found = dict(ATTENTION), []
+    for spelled_out in (True, False):
+        # Each in its turn is the only one that there is.
+        name, other = ("eager", "sdpa") if spelled_out else ("sdpa", "eager")
+        monkeypatch.setattr(
+            modeling_tinytfm, "fused_trains_slower", lambda key, answer=spelled_out: answer
+        )
+        monkeypatch.setitem(ATTENTION, name, attention[name])
+        monkeypatch.setitem(ATTENTION, other, None)
+        torch.manual_seed(1)
+        loss = model(**batch).loss
+        found.append((loss, gradients(model, loss)))
+    (loss, gradient), (expected_loss, expected) = found
+    close(loss, expected_loss)
+    for name in expected:
+        close(gradient[name], expected[name])
+
+
+def test_which_attention_trains_faster():
+    assert fused_trains_slower(torch.empty(1, 1, 128, 8))
+    assert not fused_trains_slower(torch.empty(1, 1, 129, 8))
+    assert not fused_trains_slower(torch.empty(1, 1, 8, 8, device="meta"))
 
 
 @every_shape
@@ -1519,9 +1596,11 @@ CHECKPOINTINGS = {
 @both_norms
 @pytest.mark.parametrize("how", CHECKPOINTINGS.values(), ids=CHECKPOINTINGS)
 def test_b28_checkpointed_gradients_are_the_same(shape, norm_first, how):
-    model, batch = model_of(shape, norm_first=norm_first).train(), labelled_batch(shape, 7, 4)
+    model = model_of(shape, norm_first=norm_first, dropout=0.3, attention_dropout=0.1).train()
+    batch = labelled_batch(shape, 7, 4)
     if shape != "encoder":
         assert model.config.use_cache
+    torch.manual_seed(1)
     loss = model(**batch).loss
     expected = gradients(model, loss)
     assert all(gradient is not None for gradient in expected.values())
@@ -1531,6 +1610,7 @@ def test_b28_checkpointed_gradients_are_the_same(shape, norm_first, how):
     calls = []
     for layer in layers:
         layer.fc1.register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(1)
     again = model(**batch).loss
     close(again, loss, 1e-6)
     found = gradients(model, again)
