@@ -182,10 +182,7 @@ def open_repository(
         OSError: If the Hub cannot be reached or refuses.
     """
     check_repo_id(repo_id)
-    if token is None and get_token() is None:
-        raise ValueError(
-            f"{repo_id} needs an account on the Hub: log in by `hf auth login`, or set HF_TOKEN"
-        )
+    _check_login(repo_id, token)
     api = HfApi(token=token)
     with _hub_errors(repo_id):
         if "/" not in repo_id:
@@ -281,6 +278,60 @@ def push(
         f"{api.endpoint}/{repo_id}" + (f"/tree/{quote(revision, safe='')}" if revision else ""),
         "\n".join(loading_lines(repo_id, read_facts(folder), revision)),
     )
+
+
+def push_space(
+    page: str,
+    repo_id: str,
+    *,
+    title: str,
+    private: bool | None = None,
+    message: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Publishes a page of its own, such as the explorer's, as a static Space.
+
+    Args:
+        page: HTML that loads nothing: the Space's `index.html`.
+        repo_id: `owner/name`, or the name of one's own; made if it is not there.
+        title: What the Hub calls it.
+        private: Whether only its owner may see a new Space.
+        message: What the commit says.
+        token: See `open_repository`.
+
+    Returns:
+        Its address.
+
+    Raises:
+        ValueError: If the name is unusable, or nobody is logged in.
+        OSError: If the Hub cannot be reached or refuses.
+    """
+    check_repo_id(repo_id)
+    _check_login(repo_id, token)
+    api = HfApi(token=token)
+    # JSON's strings are YAML's, too, whatever the title holds.
+    card = f"---\ntitle: {json.dumps(title)}\nsdk: static\napp_file: index.html\n---\n"
+    with _hub_errors(repo_id):
+        if "/" not in repo_id:
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
+        if not api.repo_exists(repo_id, repo_type="space"):
+            api.create_repo(repo_id, repo_type="space", space_sdk="static", private=private)
+        files = {CARD_FILE: card, "index.html": page}
+        operations = [CommitOperationAdd(name, text.encode()) for name, text in files.items()]
+        api.create_commit(
+            repo_id,
+            operations,
+            commit_message=message or f"Publish {title}"[:72],
+            repo_type="space",
+        )
+    return f"{api.endpoint}/spaces/{repo_id}"
+
+
+def _check_login(repo_id: str, token: str | None) -> None:
+    if token is None and get_token() is None:
+        raise ValueError(
+            f"{repo_id} needs an account on the Hub: log in by `hf auth login`, or set HF_TOKEN"
+        )
 
 
 def _text_of(file: Path) -> str | None:

@@ -14,7 +14,9 @@ os.environ.setdefault("TQDM_DELAY", "1")
 
 from transformers.utils import logging
 
-from modeling_tinytfm.publishing import push
+from modeling_tinytfm.loading import load_model
+from modeling_tinytfm.publishing import push, push_space
+from modeling_tinytfm.seeing import look
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--new-card", action="store_true", help="replace a card that a person wrote or edited"
     )
     parser.add_argument("--message", help="what the commit says")
+    parser.add_argument(
+        "--space",
+        metavar="TEXT",
+        help="also a Space of that name: a page, the model at work on TEXT",
+    )
     options = parser.parse_args(argv)
     logging.set_verbosity_error()
     try:
+        # Looked at first: nothing is published if it cannot be.
+        trace = None if options.space is None else look(*load_model(options.model), options.space)
         published = push(
             options.model,
             options.repo_id,
@@ -48,6 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             message=options.message,
             say=print,
         )
+        if trace is not None:
+            title = f"{options.space} → {trace.header['target_text']}"
+            space = push_space(
+                trace.html(),
+                published.repo_id,
+                title=title,
+                private=options.private or None,
+                message=options.message,
+            )
+            print(space)
         print(f"{published.url}\n\n{published.loading}")
     except (ValueError, OSError) as error:
         print(f"push_to_hub.py: {' '.join(str(error).split())}", file=sys.stderr)

@@ -3,7 +3,8 @@
     with HubDouble({"hf_a_token": "ada"}) as hub:
         ...  # processes with HF_ENDPOINT=hub.url and HF_HUB_DISABLE_XET=1
 
-Knows users by their tokens, private repositories, branches, commits, and large files as Git LFS.
+Knows users by their tokens, private repositories, branches, commits, and large files as Git LFS;
+Spaces as repositories named spaces/owner/name.
 """
 
 import base64
@@ -17,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = re.compile(r"\.(safetensors|bin|pt|pth|png)$")
-NAME = r"(?P<name>[^/]+/[^/]+)"
+NAME = r"(?P<name>(?:spaces/)?[^/]+/[^/]+)"
 REVISION = r"(?P<revision>[^/]+)"  # with its own slashes encoded
 TIME = "2026-01-01T00:00:00.000Z"
 
@@ -103,7 +104,7 @@ class HubDouble:
     def repository(self, name: str, user: str | None) -> Repository:
         """A repository that a user may read."""
         found = self.repositories.get(name)
-        if found is None or (found.private and user != name.partition("/")[0]):
+        if found is None or (found.private and user != name.split("/")[-2]):
             # The Hub does not tell what it hides from what it has not.
             status = 401 if user is None else 404
             raise RefusedError(status, "RepoNotFound", "Repository not found")
@@ -112,7 +113,7 @@ class HubDouble:
     def writable(self, name: str, user: str | None) -> Repository:
         """A repository that a user may change."""
         found = self.repository(name, user)
-        if user != name.partition("/")[0]:
+        if user != name.split("/")[-2]:
             raise RefusedError(403, "Forbidden", f"You have no write access to {name}")
         return found
 
@@ -135,6 +136,8 @@ class HubDouble:
         self.whoami(user)
         owner = wanted.get("organization") or user
         name = f"{owner}/{wanted['name']}"
+        if wanted.get("type") == "space":
+            name = f"spaces/{name}"
         if owner != user:
             raise RefusedError(403, "Forbidden", f"You have no rights under {owner}")
         if name in self.repositories:
@@ -282,7 +285,7 @@ def _handler_of(hub: HubDouble) -> type[BaseHTTPRequestHandler]:
             return body
 
         def route(self, path: str, user: str | None, body: bytes) -> None:
-            asked = f"{self.command} {path}"
+            asked = f"{self.command} {path}".replace("/api/spaces/", "/api/models/spaces/")
             if asked == "GET /api/whoami-v2":
                 self.send(200, hub.whoami(user))
             elif asked == "POST /api/validate-yaml":

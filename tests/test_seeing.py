@@ -7,10 +7,13 @@ import html
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from test_publishing import finished_run, hub, run_folder, runpy_script  # noqa: F401 - fixtures
 from test_translation import digits  # noqa: F401 - a fixture
 from tiny import redraw, tiny_config, tiny_model
 from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
@@ -579,3 +582,78 @@ def test_a_notebook_gets_the_page_in_a_frame(reverser, digits):  # noqa: F811
     assert 'sandbox="allow-scripts allow-downloads"' in frame
     (page,) = re.findall(r'srcdoc="([^"]*)"', frame)
     assert html.unescape(page) == trace.html()
+
+
+def page_in(page: str) -> dict:
+    (header,) = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', page)
+    return json.loads(header)
+
+
+@pytest.fixture
+def see():
+    return runpy_script("see")
+
+
+def test_the_command_writes_a_page_or_numbers(run_folder, see, tmp_path, capsys):  # noqa: F811
+    output = tmp_path / "page.html"
+    assert see.main([str(run_folder), TEXT, "-o", str(output), "--beams", "2"]) == 0
+    header = page_in(output.read_text(encoding="utf-8"))
+    assert header["model"]["name"] == run_folder.name
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{TEXT} -> {' '.join(reversed(TEXT.split()))}\n")
+    assert f"{output} (0.1 MB): open it in a browser" in printed
+    saved = tmp_path / "trace.json"
+    options = ["--target", "1 2", "--detail", "attention", "--layers", "2", "-o", str(saved)]
+    assert see.main([str(run_folder), TEXT, *options]) == 0
+    trace = Trace.from_json(saved.read_text(encoding="utf-8"))
+    assert trace.header["layers"] == {"encoder": [2], "decoder": [2]}
+    assert trace.header["target_text"] == "1 2"
+    assert "not shown" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["FOLDER", "1 " * 200], "the source has 201 tokens"),
+        (["FOLDER", "1 2", "--layers", "3"], "layers=[3]: 3 is not from 1 to 2"),
+        (["FOLDER", "1 2", "-o", "no/such/folder.html"], "no/such/folder.html"),
+        (["/tmp/no-such-model", "1 2"], "no-such-model: no such folder"),
+    ],
+)
+def test_the_command_tells_in_one_line_what_is_wrong(run_folder, see, arguments, told, capsys):  # noqa: F811
+    arguments = [str(run_folder) if word == "FOLDER" else word for word in arguments]
+    assert see.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.startswith("see.py: ")
+    assert error.count("\n") == 1
+
+
+def test_the_demo_names_what_to_install(run_folder, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert runpy_script("demo").main([str(run_folder)]) == 2
+    error = capsys.readouterr().err
+    assert error == "demo.py: gradio is missing: pip install -e '.[demo]'\n"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Use 'content=<...>':DeprecationWarning"
+)  # as in test_publishing
+def test_a_space_shows_the_page(hub, run_folder, capsys):  # noqa: F811
+    push = runpy_script("push_to_hub")
+    assert push.main([str(run_folder), "ada/mine", "--space", TEXT, "--private"]) == 0
+    assert f"{hub.url}/spaces/ada/mine" in capsys.readouterr().out
+    assert hub.repositories["spaces/ada/mine"].private
+    files = hub.files("spaces/ada/mine")
+    assert set(files) == {".gitattributes", "README.md", "index.html"}
+    card = yaml.safe_load(files["README.md"].decode().split("---")[1])
+    backwards = " ".join(reversed(TEXT.split()))
+    assert card == {"title": f"{TEXT} → {backwards}", "sdk": "static", "app_file": "index.html"}
+    header = page_in(files["index.html"].decode())
+    assert (header["source_text"], header["target_text"]) == (TEXT, backwards)
+    assert "model.safetensors" in hub.files("ada/mine")
+    # A second time is a new commit; what cannot be seen stops before anything is published.
+    assert push.main([str(run_folder), "ada/mine", "--space", "1 2"]) == 0
+    assert len(hub.repositories["spaces/ada/mine"].messages) == 3
+    assert push.main([str(run_folder), "ada/other", "--space", "1 " * 200]) == 2
+    assert "ada/other" not in hub.repositories
