@@ -44,7 +44,7 @@ from modeling_tinytfm.machine import machine_facts
 from modeling_tinytfm.model_card import is_generated, make_card, write_card
 from modeling_tinytfm.publishing import files_to_publish, open_repository, push
 from modeling_tinytfm.recipes import load_recipe
-from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
+from modeling_tinytfm.tokenization import portable, save_tokenizer, train_tokenizer
 from modeling_tinytfm.training import TinyTFMTrainer
 
 # huggingface_hub 2.4 uploads large files in a way that its HTTP client would rather not see.
@@ -521,6 +521,25 @@ def test_a_tokenizer_that_plain_transformers_saved_is_mended(run_folder):
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert json.loads(files["tokenizer.json"])["padding"] is None
+
+
+def test_a_tokenizer_is_mended_however_it_is_saved(hub):
+    trained = train_tokenizer(["a b c"], kind="word", vocab_size=9, show_progress=False)
+    trained("a", padding="max_length", max_length=5)
+    trained.save_pretrained("saved")
+    trained.save_pretrained("named", push_to_hub=True)
+    trained.save_pretrained("unnamed", push_to_hub=True, repo_id="ada/other")
+    loaded = load_tokenizer("saved")
+    loaded.push_to_hub("ada/loaded")
+    saved = {path.name: path.read_bytes() for path in Path("saved").iterdir()}
+    for files in (saved, *map(hub.files, ("ada/named", "ada/other", "ada/loaded"))):
+        settings = json.loads(files["tokenizer_config.json"])
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert json.loads(files["tokenizer.json"])["padding"] is None
+    again = AutoTokenizer.from_pretrained("ada/loaded")
+    assert again("a b x").input_ids == trained("a b x").input_ids == loaded("a b x").input_ids
+    assert type(portable(again)) is type(trained)
+    assert portable("no tokenizer") == "no tokenizer"
 
 
 # The Trainer
