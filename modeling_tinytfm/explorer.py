@@ -2,7 +2,7 @@
 
 A `Trace` is a JSON header and named arrays. On disk the arrays are one block, gzip and base64, and
 the header's `arrays` says where each lies: [type, shape, first byte]. The page is the same two,
-in explorer.html with explorer.css and explorer.js.
+in explorer.html with explorer.css and three scripts.
 """
 
 import base64
@@ -85,7 +85,8 @@ class Trace:
         """The page: one file that loads nothing, and runs nothing but its own script."""
         directory, block = pack(self.arrays)
         header = json.dumps({**self.header, "arrays": directory}, ensure_ascii=False)
-        parts = {name: _resource(f"explorer.{name}") for name in ("css", "js")}
+        scripts = ("explorer_drawing.js", "explorer_views.js", "explorer.js")
+        parts = {"css": _resource("explorer.css"), "js": "\n".join(map(_resource, scripts))}
         source, output = self.header["source_text"], self.header["target_text"]
         parts |= {
             # By their hashes: whatever else should get into the page does not run.

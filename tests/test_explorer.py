@@ -535,8 +535,9 @@ def test_a_long_sentence_stays_small_and_quick(visit, vectors, megabytes):
             explorer.drawSeen(); return performance.now() - from; })"""
     )
     assert min(times) <= 50, times
-    shares = page.evaluate("explorer.times()")
-    assert all(spent <= 50 for _, spent in shares) or min(times) <= 50
+    rounds = [dict(page.evaluate("explorer.times()")) for _ in range(4)]
+    for view in rounds[0]:
+        assert min(spent[view] for spent in rounds) <= 50, view
 
 
 @pytest.fixture(scope="module")
