@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -490,6 +491,18 @@ def _encode_batch(
     return encoded
 
 
+def _what_it_does(tokenizer: Any) -> str:
+    """All that decides a tokenizer's ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return backend.to_str()
+    # A slow one, such as Marian's, is what its files hold.
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(Path(folder).iterdir())
+        return "".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+
+
 def encode_pairs(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerFast,
@@ -535,7 +548,7 @@ def encode_pairs(
             )
     # The calls above have also reset the truncation and padding of earlier ones, which would
     # otherwise stand in the state and miss the cache.
-    state = tokenizer.backend_tokenizer.to_str()
+    state = _what_it_does(tokenizer)
     settings = [*limits.values(), drop_too_long, getattr(tokenizer, "split_special_tokens", None)]
     workers = min(num_proc or 1, len(dataset))
     kept_columns = [SOURCE_COLUMN, TARGET_COLUMN] if keep_texts else []

@@ -166,7 +166,7 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
 
 
 def make_tokenizer(task: Task, train: Dataset, folder: Path, say: Say) -> Any:
-    """The tokenizer of the folder, or of the checkpoint to resume from; else a new one.
+    """The tokenizer of the folder, or of the model or checkpoint to go on from; else a new one.
 
     None for a task without a vocabulary.
 
@@ -182,6 +182,9 @@ def make_tokenizer(task: Task, train: Dataset, folder: Path, say: Say) -> Any:
         if (home / TOKENIZER_FILES[0]).is_file():
             say(f"taking the tokenizer that {home} holds")
             return load_tokenizer(home)
+    if (start := recipe.model.get("from_pretrained")) is not None:
+        say(f"taking the tokenizer of {start}")
+        return load_tokenizer(start)
     settings = recipe.tokenizer
     say(f"training tokenizer on {len(train):,} {task.rows}")
     tokenizer = train_tokenizer(

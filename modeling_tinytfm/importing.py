@@ -1,14 +1,13 @@
 """A Marian folder made a model of ours, ready to be fine-tuned."""
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoConfig, MarianMTModel, MarianTokenizer, PreTrainedTokenizerFast
 
-from .conversion import from_marian, required
+from .conversion import check_class, from_marian, required
 from .exporting import new_folder
 from .loading import load_tokenizer
 from .tokenization import save_tokenizer
@@ -60,10 +59,8 @@ def marian_tokenizer(name: str | os.PathLike[str]) -> tuple[Any, str]:
     if (Path(name) / "tokenizer.json").is_file():
         return load_tokenizer(os.fspath(name)), "the tokenizer is the folder's own fast one"
     required("sentencepiece", "marian")
-    with warnings.catch_warnings():
-        # It would normalise punctuation by sacremoses, in a method that it never calls.
-        warnings.filterwarnings("ignore", message="Recommended: pip install sacremoses")
-        tokenizer = MarianTokenizer.from_pretrained(name)
+    tokenizer = load_tokenizer(os.fspath(name))
+    check_class("the tokenizer", tokenizer, MarianTokenizer)
     reason = reason_to_keep(tokenizer)
     if reason is not None:
         return tokenizer, f"the tokenizer stays Marian's (needs sentencepiece): {reason}"

@@ -1,6 +1,7 @@
 """Saved models and tokenizers, read with errors that a person can act on."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from .configuration_tinytfm import TinyTFMConfig
 from .conversion import EXPORT_FILE
+from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .tokenization import portable
 from .translation import same_vocabulary
 
@@ -27,9 +30,14 @@ def load_tokenizer(name: str | Path) -> Any:
         OSError: If there is none that can be read.
     """
     try:
-        return portable(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
-    except OSError:
-        raise
+        with warnings.catch_warnings():
+            # Marian's would normalise punctuation by sacremoses, in a method that it never calls.
+            warnings.filterwarnings("ignore", message="Recommended: pip install sacremoses")
+            return portable(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+    except OSError as error:
+        if str(name) in str(error):
+            raise
+        raise OSError(f"{name}: {error}") from error  # that the Hub cannot be reached, say
     except Exception as error:  # what tokenizers raises for a damaged file is no narrower
         raise OSError(f"{name}: the tokenizer cannot be read: {error}") from error
 
@@ -51,6 +59,40 @@ def load_weights(name: str | Path) -> Any:
         return auto_class.from_pretrained(name, config=config, trust_remote_code=False)
     except SafetensorError as error:
         raise OSError(f"{name}: the weights cannot be read: {error}") from error
+
+
+def load_start(name: str, settings: dict[str, Any], tokens: int) -> Any:
+    """A trained encoder-decoder to go on from, in float32.
+
+    Args:
+        name: A folder, or a name on the Hub.
+        settings: Fields of its config that somebody has written down; only dropouts may change it.
+        tokens: How many its tokenizer has.
+
+    Raises:
+        ValueError: If it is no such model, or a field contradicts it.
+        OSError: If there is none that can be read.
+    """
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if not isinstance(config, TinyTFMConfig):
+        raise ValueError(
+            f"model.from_pretrained={name!r} is a model of type {config.model_type}: make it one "
+            "of ours by scripts/import_model.py"
+        )
+    for field, value in settings.items():
+        if field.endswith("dropout"):
+            setattr(config, field, value)
+        elif value != getattr(config, field):
+            raise ValueError(
+                f"model.{field}={value!r} contradicts model.from_pretrained={name!r}, where it is "
+                f"{getattr(config, field)!r}: leave it out"
+            )
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"model.from_pretrained={name!r}: its tokenizer has {tokens} tokens, more than "
+            f"vocab_size={config.vocab_size}"
+        )
+    return TinyTFMForConditionalGeneration.from_pretrained(name, config=config, dtype=torch.float32)
 
 
 def load_model(name: str | Path) -> tuple[Any, Any]:

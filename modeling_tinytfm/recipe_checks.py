@@ -327,10 +327,27 @@ def _check_noam(arguments: Mapping[str, Any]) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     """Builds the config, as far as it is known before there is a vocabulary."""
+    name = recipe.model.get("from_pretrained")
+    if name is not None:
+        _check_start(recipe, name)
+        return  # the rest is known when it is loaded
     try:
         config_class()(vocab_size=max(recipe.tokenizer.vocab_size, 5), **recipe.model)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model: {error}") from None
+
+
+def _check_start(recipe: Recipe, name: str) -> None:
+    """Refuses what a trained model brings by itself."""
+    if recipe.task != "seq2seq":
+        raise ValueError(f"model.from_pretrained={name!r} is for task=seq2seq, not {recipe.task}")
+    for key, described in own_keys_of("tokenizer").items():
+        value = getattr(recipe.tokenizer, key)
+        if value != described.default and key != "bpe_dropout":
+            raise ValueError(
+                f"tokenizer.{key}={value!r} contradicts model.from_pretrained={name!r}, which "
+                "brings its tokenizer: leave it out (tokenizer=null)"
+            )
 
 
 def _check_across_sections(recipe: Recipe) -> None:
@@ -346,6 +363,8 @@ def _check_across_sections(recipe: Recipe) -> None:
     def effective(name: str) -> Any:
         return recipe.model.get(name, keys[name].default)
 
+    if recipe.model.get("from_pretrained") is not None:
+        return  # how many positions there are is known when it is loaded
     if effective("position_embedding_type") == "learned":
         lengths = ("max_source_length", "max_target_length")
         for key in lengths if recipe.task == "seq2seq" else lengths[:1]:

@@ -238,13 +238,21 @@ def _model_keys() -> dict[str, Key]:
     constructor = described.__init__
     hints = typing.get_type_hints(constructor)
     texts = _documented_arguments(inspect.getdoc(described) or "")
-    return {
+    fields = {
         name: Key(
             annotation=hints.get(name, Any), default=parameter.default, text=texts.get(name, "")
         )
         for name, parameter in inspect.signature(constructor).parameters.items()
         if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
+    start = Key(
+        str | None,
+        None,
+        "a trained model to go on from, a folder or a name on the Hub: its weights, sizes and "
+        "tokenizer (task seq2seq); of the other keys only dropouts may differ from its own",
+        is_path=True,
+    )
+    return {"from_pretrained": start, **fields}
 
 
 def _documented_arguments(docstring: str) -> dict[str, str]:

@@ -206,7 +206,7 @@ def _is_path(section: str, name: str, value: str) -> bool:
     if os.path.isabs(value) or value.startswith(("~", "./", "../")):
         return True
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not os.path.exists(value)
-    if f"{section}.{name}" == "data.dataset_name" and is_on_hub:
+    if f"{section}.{name}" in ("data.dataset_name", "model.from_pretrained") and is_on_hub:
         return False
     key = section_keys(section).get(name)
     return key is not None and key.is_path

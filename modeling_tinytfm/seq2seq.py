@@ -22,6 +22,7 @@ from .data import (
     token_lengths,
 )
 from .encoding import PairEncoder
+from .loading import load_start
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .recipes import Recipe
 from .reports import shortened
@@ -145,9 +146,15 @@ class Seq2Seq(Task):
         )
 
     def model(self, tokenizer: Any, train: Dataset) -> TinyTFMForConditionalGeneration:
-        """A new encoder-decoder, which knows how to generate."""
-        config = TinyTFMConfig(vocab_size=len(tokenizer), **self.recipe.model)
-        model = TinyTFMForConditionalGeneration(config)
+        """A new encoder-decoder, or the one to go on from, which knows how to generate."""
+        settings = dict(self.recipe.model)
+        start = settings.pop("from_pretrained", None)
+        if start is None:
+            config = TinyTFMConfig(vocab_size=len(tokenizer), **settings)
+            model = TinyTFMForConditionalGeneration(config)
+        else:
+            model = load_start(start, settings, len(tokenizer))
+        config = model.config
         generation = dict(self.recipe.generation)
         penalty_form = generation.pop("length_penalty_form", None)
         positions = math.inf

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.model} -> {options.output}: {tokenizer}")
     output = shlex.quote(options.output)
     print(
-        "next: accelerate launch scripts/train.py configs/pairs.yaml data.train_file=... "
+        "next: accelerate launch scripts/train.py configs/finetune.yaml data.train_file=pairs.tsv "
         f"model.from_pretrained={output}"
     )
     return 0
