@@ -160,7 +160,7 @@ def test_the_forms_and_the_models_choose_differently(references):
 @pytest.mark.parametrize("num_beams", [1, 2, 3, 5])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_narrow_beam_equals_one_in_plain_words(references, form, num_beams, early_stopping):
-    for models, exponent in (("both", 0.6), ("first", 3.0), ("second", -1.0)):
+    for models, exponent in (("both", 0.6), ("first", 3.0), ("second", 5.0), ("second", -1.0)):
         reference = references[models]
         early = early_stopping if num_beams > 1 else True  # greedy: the first end is the end
         expected = reference.beam(num_beams, exponent, form, early)
@@ -172,7 +172,7 @@ def test_a_narrow_beam_equals_one_in_plain_words(references, form, num_beams, ea
             num_return_sequences=num_beams,
             max_new_tokens=STEPS,
             length_penalty=exponent,
-            early_stopping=early_stopping if num_beams > 1 else False,
+            early_stopping=early_stopping,
         )
         assert [tuple(stripped(row[1:])) for row in found.sequences] == [
             output for _, output in expected
@@ -227,6 +227,19 @@ def test_the_form_length_is_generates_own(reverser, settings):
         torch.testing.assert_close(
             found.sequences_scores, expected.sequences_scores, atol=1e-5, rtol=1e-5
         )
+
+
+def test_beams_that_can_all_end_in_two_ways_still_go_on():
+    model = talkative("encoder-decoder", output_bias=True)
+    with torch.no_grad():
+        model.lm_head.bias[[EOS, 7]] += 9.0
+    batch = {"input_ids": torch.tensor([[5, 6, 2], [9, 3, 2]])}
+    settings = {"num_beams": 2, "eos_token_id": [EOS, 7], "early_stopping": "never"}
+    settings |= {"length_penalty": 6.0, "max_new_tokens": 5, "num_return_sequences": 2}
+    expected = model.generate(**batch, **settings)
+    found = search([model], batch, **settings)
+    assert found.sequences.tolist() == expected.tolist()
+    assert expected.shape[1] > 3  # or they would never go on
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
