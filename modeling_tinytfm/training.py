@@ -1,8 +1,9 @@
 """The paper's training recipe on the Hugging Face Trainer.
 
 The Trainer stays in charge of devices, processes, precision, logging and checkpoints. What is its
-own here: batches by a token budget, the paper's schedule, label smoothing in training only,
-evaluation by the token and on generated text, and a stop at a loss that is not finite.
+own here: batches by a token budget, the paper's schedule, label smoothing in training only, a short
+way to the loss, evaluation by the token and on generated text, and a stop at a loss that is not
+finite.
 """
 
 import copy
@@ -18,8 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object, is_compiled_module
 from datasets import Dataset
 from huggingface_hub import HfApi
 from torch import Tensor, nn
@@ -40,8 +40,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, speed
 from .batching import PairBatchSampler
 from .data import token_lengths
 from .flops import SpeedMeter
+from .losses import short_loss, smoothed_loss
 from .metrics import compute_metrics, perplexity
-from .modeling_tinytfm import mean_loss
+from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .publishing import open_repository, push
 from .resegmentation import ResegmentedPairs, ResegmentingSampler
 from .sharding import (
@@ -87,26 +88,6 @@ def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
     """
     decay = step**-0.5
     return d_model**-0.5 * (min(decay, step * warmup_steps**-1.5) if warmup_steps else decay)
-
-
-def smoothed_loss(
-    logits_BTV: Tensor, labels_BT: Tensor, smoothing: float, num_items: int | Tensor | None = None
-) -> Tensor:
-    """(1 - e) * NLL + e * mean over the vocabulary of -log p, per real target (section 5.4).
-
-    Args:
-        logits_BTV: Raw logits.
-        labels_BT: Token ids; -100 is ignored.
-        smoothing: e.
-        num_items: What the sum is divided by; the number of real targets if None.
-    """
-    total = F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(),
-        labels_BT.flatten(),
-        label_smoothing=smoothing,
-        reduction="sum",
-    )
-    return mean_loss(total, labels_BT, num_items)
 
 
 class EpochCallback(TrainerCallback):
@@ -260,12 +241,12 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         return round(len(pairs) / len(batches) * args.gradient_accumulation_steps)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.sampler, ResegmentingSampler):
+            self._fit_epoch(kwargs, len(self.sampler))
         if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             # Resumed from its last checkpoint: the Trainer would make one more update.
             self.control.should_training_stop = True
             return
-        if isinstance(self.sampler, ResegmentingSampler):
-            self._fit_epoch(kwargs, len(self.sampler))
         super()._run_epoch(*args, **kwargs)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,6 +255,19 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         if isinstance(self.sampler, ResegmentingSampler) and self.args.max_steps > 0:
             epochs = sys.maxsize  # as for a stream
         return (epochs, *others)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        trained = super()._init_training_state(*args, **kwargs)
+        if not isinstance(self.sampler, ResegmentingSampler) or not self.state.epoch:
+            return trained
+        # Resumed: the epochs before had other numbers of batches than the Trainer divides by.
+        epoch = int(self.state.epoch)
+        self.sampler.set_epoch(epoch)
+        if self.args.ignore_data_skip:
+            return epoch, 0
+        accumulation = self.args.gradient_accumulation_steps
+        updates = -(-len(self.sampler) // accumulation)
+        return epoch, round((self.state.epoch - epoch) * updates) * accumulation
 
     def _fit_epoch(self, epoch: dict[str, Any], batches: int) -> None:
         """Tells the Trainer, which counts batches once, how many this epoch has.
@@ -288,7 +282,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
                     epoch["steps_trained_in_current_epoch"] // self.args.gradient_accumulation_steps
                 )
             rest = math.ceil((self.args.num_train_epochs - epoch["epoch"]) * updates)
-            self.state.max_steps = max(begun + rest, self.state.global_step + 1)
+            self.state.max_steps = begun + rest
         epoch.update(steps_in_epoch=batches, num_update_steps_per_epoch=updates)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,13 +333,28 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The model's own loss; in training with label smoothing, the smoothed one."""
-        if not (model.training and self.smoothing):
+        outputs = None
+        if model.training and not return_outputs and self._needs_no_logits(model):
+            inputs = dict(inputs)
+            labels = inputs.pop("labels")
+            loss = short_loss(model, self.model, inputs, labels, self.smoothing, num_items_in_batch)
+        elif model.training and self.smoothing:
+            loss, outputs = self.smoothed(model, dict(inputs), num_items_in_batch)
+        else:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = self.smoothed(model, dict(inputs), num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # The number is that of all processes, over which gradients are averaged.
             loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
+
+    def _needs_no_logits(self, model: nn.Module) -> bool:
+        """Whether the short way to the loss leads through `model`, which may be wrapped."""
+        ways = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        return (
+            isinstance(self.model, TinyTFMForConditionalGeneration)
+            and self.accelerator.distributed_type in ways
+            and not is_compiled_module(model)
+        )
 
     def smoothed(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None

@@ -20,7 +20,7 @@ FLOORS = (
     {"recipes"},
     {"recipe_docs"},
     {"modeling_tinytfm", "reading"},
-    {"search", "alignment"},
+    {"search", "alignment", "losses"},
     {"decoding"},
     {"tokenization", "data", "batching", "metrics", "translation", "conversion"},
     {"encoding", "flops", "sharding", "sight"},

