@@ -77,8 +77,15 @@ class TokenCounts:
             source, target = read, (inputs["labels"] != -100).sum(-1)
         else:
             source, target = (nothing, read) if config.is_decoder else (read, nothing)
-        sums = (source, target, source * source, target * target, target * source)
-        return cls(*torch.stack([counted.sum() for counted in sums]).tolist(), len(given))
+        lengths = {
+            "source": source,
+            "target": target,
+            "source_pairs": source * source,
+            "target_pairs": target * target,
+            "cross_pairs": target * source,
+        }
+        totals = torch.stack([counted.sum() for counted in lengths.values()]).tolist()
+        return cls(rows=len(given), **dict(zip(lengths, totals, strict=True)))
 
 
 def weights_per_token(config: Any) -> tuple[int, int]:
