@@ -135,7 +135,7 @@ def machine_facts(arguments: TrainingArguments, threads: int) -> dict[str, Any]:
     if arguments.device.type == "cuda":
         device = torch.cuda.get_device_name(arguments.device)
     else:
-        device = f"{threads} threads of {_processor()}"
+        device = f"{threads} {'thread' if threads == 1 else 'threads'} of {_processor()}"
     packages = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "modeling-tinytfm")
     return {
         "hardware": f"{arguments.world_size} x {device}" if arguments.world_size > 1 else device,

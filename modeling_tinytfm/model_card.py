@@ -119,10 +119,12 @@ def make_card(
     before = facts.earlier_card
     license = license or before.get("license")
     languages = list(languages or before.get("language") or facts.languages())
+    start = facts.start() or ""
     title = shown.rstrip("/").rpartition("/")[2]
     data = ModelCardData(
         language=languages or None,
         license=license,
+        base_model=start if "/" in start else None,
         library_name="transformers",
         pipeline_tag=facts.pipeline_tag(languages),
         tags=["tinytfm"],
@@ -219,6 +221,10 @@ class Facts:
         codes = [column.rpartition(".")[2] for column in columns]
         return codes if set(codes) <= _LANGUAGES and len(set(codes)) == 2 else []
 
+    def start(self) -> str | None:
+        """The model that training began from; None if it began from scratch."""
+        return None if self.recipe is None else self.recipe.model.get("from_pretrained")
+
     def hub_dataset(self) -> list[str] | None:
         """The data set of the Hub that trained the model, if one did."""
         name = None if self.recipe is None else self.recipe.data.dataset_name
@@ -312,7 +318,7 @@ class Facts:
             data = self.recipe.data
             if self.config.is_encoder_decoder and data.max_source_length:
                 yield (
-                    f"It was trained on sources of up to {data.max_source_length} tokens; what it "
+                    f"It has seen no source of more than {data.max_source_length} tokens; what it "
                     "does with longer ones is not known."
                 )
         if self.config.position_embedding_type == "learned":
@@ -475,6 +481,9 @@ def _results(facts: Facts) -> Iterator[str]:
     sizes = [facts.results.get(f"{split}_samples") for split in ("eval", "test")]
     if all(sizes):
         yield f"{sizes[0]:,} rows of validation data, {sizes[1]:,} rows of test data."
+    if facts.config.is_encoder_decoder and not facts.config.input_feature_size:
+        beams = facts.generation.num_beams or 1
+        yield f"Outputs were searched for with {beams} beams." if beams > 1 else "Greedy outputs."
     signatures = [
         f"- {_HUB_METRICS.get(name, (name, name))[1]}: `{text}`"
         for name in names
@@ -490,6 +499,7 @@ def _training(facts: Facts) -> Iterator[str]:
     if recipe is not None:
         training, data = recipe.training, recipe.data
         chosen = training.arguments
+        rows.append(("begun from", facts.start() or "scratch"))
         rows.append(("data", facts.data_name()))
         rows += [(f"{split} data", text) for split, text in run.get("data", {}).items()]
         if data.max_tokens is not None:

@@ -593,7 +593,7 @@ def test_a_run_leaves_a_card_and_publishes_itself(hub, said, monkeypatch, tmp_pa
     assert run["updates"] == 4
     assert not run["resumed"]
     assert run["data"]["train"].endswith(" pairs; 6 held out for other splits")
-    assert re.fullmatch(r"\d+ threads of .+", run["hardware"])
+    assert re.fullmatch(r"\d+ threads? of .+", run["hardware"])
     card = (folder / "README.md").read_text()
     assert is_generated(card)
     assert '"outputs/tiny", trust_remote_code=True' in card
@@ -673,6 +673,8 @@ def test_the_card_tells_what_the_folder_tells(run_folder):
         "| loss | 0.4321 | 0.45 |",
         "500 rows of validation data, 1,000 rows of test data",
         f"- BLEU: `{SCORES['test_bleu_signature']}`",
+        "Greedy outputs.",
+        "| begun from | scratch |",
         "| time | 1 h 2 min, evaluation included |",
         "| hardware | 2 threads of ",
         f"torch {versions['torch']}",
@@ -726,6 +728,19 @@ def test_languages_come_from_the_columns_names(run_folder, columns, languages):
     assert {(r.dataset_type, r.dataset_config) for r in data.eval_results} == {
         ("ada/pairs", "tiny")
     }
+
+
+def test_the_model_that_it_began_from_is_named_without_its_path(run_folder):
+    document = yaml.safe_load((run_folder / "recipe.yaml").read_text())
+    for start, base_model, shown in (
+        ("ada/parent", "ada/parent", "ada/parent"),
+        (str(run_folder.parent / "parent"), None, "parent"),
+    ):
+        document["model"] = {"from_pretrained": start}
+        (run_folder / "recipe.yaml").write_text(yaml.safe_dump(document))
+        card = ModelCard(make_card(run_folder))
+        assert card.data.base_model == base_model
+        assert f"| begun from | {shown} |" in card.content
 
 
 def test_a_card_stays_as_a_person_left_it(hub, run_folder, said):
