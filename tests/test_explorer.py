@@ -602,7 +602,7 @@ def test_the_live_demo_needs_no_network(browser, model_folder, tmp_path):
         frame.locator("html[data-ready]").wait_for(timeout=60_000)
         assert frame.locator("h1 bdi").first.text_content() == TEXT
         best = page.get_by_text(" ".join(reversed(TEXT.split())), exact=True)
-        best.first.wait_for(timeout=20_000)
+        best.filter(visible=True).first.wait_for(timeout=20_000)
         frame.locator("#kinds button").nth(1).click()
         assert "looks at" in frame.locator("#say").text_content()
         assert wrong == []

@@ -198,11 +198,12 @@ def test_query_and_key_give_the_weight(case):
         if kind == "decoder":
             scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
         # Random models have scores of some hundred, of which a code's step is a larger part.
-        trained = kind == "cross" and np.abs(scores[np.isfinite(scores)]).max() < 40
-        close(torch.tensor(scores).softmax(-1), case.weights(kind), 2e-4 if trained else 4e-3)
+        usual = np.abs(scores[np.isfinite(scores)]).max() < 40
+        close(torch.tensor(scores).softmax(-1), case.weights(kind), 5e-4 if usual else 4e-3)
         stack, attention = {"cross": ("decoder", "encoder_attn")}.get(kind, (kind, "self_attn"))
         exact = case.seen[f"model.{stack}.layers.0.{attention}.v_proj"][1][0]
-        close(value[0].reshape(exact.shape), exact, 1e-3)
+        half_a_step = exact.abs().max() / explorer.SHARP_VECTORS / 2
+        close(value[0].reshape(exact.shape), exact, 1.01 * half_a_step.item())
 
 
 def test_heads_add_up_to_the_sublayer(case):
