@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice, repeat
+from itertools import islice, repeat, zip_longest
 from typing import Any, TextIO
 
 # Threads that spin while they wait take the cores from whatever else runs on this machine, and a
@@ -34,12 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ExitStack() as files:
             at_terminal = options.input is None and sys.stdin.isatty()
-            lines = prompted() if at_terminal else opened(options.input, files)
-            prefixes: Iterator[str] | None = None
-            if options.prefix:
-                prefixes = repeat(options.prefix)
-            if options.prefix_file is not None:
-                prefixes = opened(options.prefix_file, files)
+            rows = sources(
+                prompted() if at_terminal else opened(options.input, files), options, files
+            )
             target: TextIO = sys.stdout
             if options.output is not None:
                 target = files.enter_context(translation.whole_file(options.output))
@@ -47,16 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
             model, tokenizer = load_translator(options.models)
             first = 1
-            while chunk := list(islice(lines, 1 if at_terminal else CHUNK)):
-                begun = None if prefixes is None else list(islice(prefixes, len(chunk)))
-                if begun is not None and len(begun) < len(chunk):
-                    raise ValueError(f"{options.prefix_file} has fewer lines than the input")
-                for row in translated(model, tokenizer, chunk, begun, first, options):
+            while chunk := list(islice(rows, 1 if at_terminal else CHUNK)):
+                for row in translated(model, tokenizer, chunk, first, options):
                     target.write(row + "\n")
                 target.flush()
                 first += len(chunk)
-            if options.prefix_file is not None and prefixes and list(islice(prefixes, 1)):
-                raise ValueError(f"{options.prefix_file} has more lines than the input")
     except BrokenPipeError:  # the reader has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -98,6 +90,20 @@ def opened(name: str | None, files: ExitStack) -> Iterator[str]:
     return translation.read_lines(files.enter_context(open(name, "rb")), name)
 
 
+def sources(
+    lines: Iterator[str], options: argparse.Namespace, files: ExitStack
+) -> Iterator[tuple[str, str]]:
+    """Each line with what its output begins with."""
+    if options.prefix_file is None:
+        yield from zip(lines, repeat(options.prefix or ""))
+        return
+    for line, prefix in zip_longest(lines, opened(options.prefix_file, files)):
+        if line is None or prefix is None:
+            number = "more" if line is None else "fewer"
+            raise ValueError(f"{options.prefix_file} has {number} lines than the input")
+        yield line, prefix
+
+
 def prompted() -> Iterator[str]:
     """Lines that a person types, until the end of input."""
     # input() would write its prompt into a redirected standard output.
@@ -114,15 +120,17 @@ def prompted() -> Iterator[str]:
 def translated(
     model: Any,
     tokenizer: Any,
-    lines: list[str],
-    prefixes: list[str] | None,
+    chunk: list[tuple[str, str]],
     first: int,
     options: argparse.Namespace,
 ) -> Iterator[str]:
     """Output rows: one for each line, or with `--n-best` so many."""
     names = ("num_beams", "length_penalty", "length_penalty_form", "max_new_tokens", "batch_tokens")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    given |= {"prefixes": prefixes, "alignments": options.alignments, "first_line": first}
+    lines, prefixes = zip(*chunk, strict=True)
+    if any(prefixes):
+        given["prefixes"] = prefixes
+    given |= {"alignments": options.alignments, "first_line": first}
     with_scores = options.scores or options.n_best is not None
     n_best = 1 if options.n_best is None else options.n_best
     hypotheses = translation.translate_n_best(

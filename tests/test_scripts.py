@@ -114,7 +114,9 @@ def test_scripts_are_short():
     }
     for path in SCRIPTS:
         if path.stem != "benchmark":
-            assert 30 <= len(path.read_text().splitlines()) <= 110, path
+            # translate.py has the most to offer on its command line.
+            longest = 150 if path.stem == "translate" else 110
+            assert 30 <= len(path.read_text().splitlines()) <= longest, path
 
 
 # train.py
@@ -124,7 +126,7 @@ def test_train_prints_plan_scores_samples_and_next_command(recipe_file, capsys):
     assert train.main([recipe_file, "training.seed=3", "training.output_dir=out"]) == 0
     output, errors = capsys.readouterr()
     assert errors == ""
-    order = ["recipe: ", "train: ", "updates: ", "'loss'", "'eval_loss'", "test: loss", "  ->  "]
+    order = ["recipe: ", "train: ", "  ->  ", "updates: ", "'loss'", "'eval_loss'", "test: loss"]
     places = [output.index(text) for text in order]
     assert places == sorted(places)
     assert output.endswith("next: python scripts/translate.py out\n")
