@@ -21,6 +21,7 @@ from .data import (
     text_key,
     token_lengths,
 )
+from .decoding import EXTRA_TOKENS
 from .encoding import PairEncoder
 from .loading import load_start
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
@@ -31,7 +32,7 @@ from .search import keep_penalty_form
 from .streaming import PairStream, Stream
 from .tasks import SPLITS, Column, Task, check_generation, files_of, longest_output
 from .training import TinyTFMTrainer, batch_options
-from .translation import EXTRA_TOKENS, translate
+from .translation import translate
 
 
 class Seq2Seq(Task):

@@ -39,6 +39,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, speed
 
 from .batching import PairBatchSampler
 from .data import token_lengths
+from .decoding import generate_batch
 from .flops import SpeedMeter
 from .losses import short_loss, smoothed_loss
 from .metrics import compute_metrics, perplexity
@@ -53,14 +54,7 @@ from .sharding import (
 )
 from .streaming import PairStream
 from .tokenization import mend_tokenizer_class
-from .translation import (
-    BATCH_TOKENS,
-    TokenScores,
-    budget_batches,
-    generate_batch,
-    progress_bar,
-    score_targets,
-)
+from .translation import BATCH_TOKENS, TokenScores, budget_batches, progress_bar, score_targets
 
 logger = logging.getLogger(__name__)
 

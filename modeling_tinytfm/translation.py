@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import AlignmentUnit, align, check_unit, pharaoh
-from .decoding import EXTRA_TOKENS as EXTRA_TOKENS
 from .decoding import (
     Hypothesis,
     ModelTranslator,
@@ -31,7 +30,6 @@ from .decoding import (
     source_tensors,
     with_output_limit,
 )
-from .decoding import generate_batch as generate_batch
 from .search import pad
 
 logger = logging.getLogger(__name__)

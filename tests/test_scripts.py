@@ -129,6 +129,7 @@ def test_train_prints_plan_scores_samples_and_next_command(recipe_file, capsys):
     order = ["recipe: ", "train: ", "  ->  ", "updates: ", "'loss'", "'eval_loss'", "test: loss"]
     places = [output.index(text) for text in order]
     assert places == sorted(places)
+    assert "  ->  " in output[output.index("test: loss") :]
     assert output.endswith("next: python scripts/translate.py out\n")
     assert load_recipe("out/recipe.yaml").training.arguments["seed"] == 3
 
