@@ -216,8 +216,14 @@ def dataset_records(
         ValueError: If a column is missing, or does not hold texts.
     """
     if isinstance(dataset, IterableDataset):
-        for number, row in enumerate(dataset, start=1):
-            yield _record_texts(row, columns, f"{name}, row {number}")
+        # Row by row, it would share itself out among a loader's workers; by batches it does not.
+        streamed = (
+            dict(zip(batch, values, strict=True))
+            for batch in dataset.iter(batch_size=1_000)
+            for values in zip(*batch.values(), strict=True)
+        )
+        for number, record in enumerate(streamed, start=1):
+            yield _record_texts(record, columns, f"{name}, row {number}")
         return
     found = [find_column(column, dataset.column_names, name) for column in columns]
     batches = dataset.with_format(None).select_columns(list(dict.fromkeys(found)))

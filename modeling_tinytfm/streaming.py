@@ -3,8 +3,8 @@
 The front of the stream is read into memory as ordinary pairs: from it come the vocabulary, the
 held-out splits and the plan. Training reads the whole stream, again and again: `buffer` rows at a
 time, which are encoded, shuffled and batched among themselves as any training set is. No row is fed
-twice in a pass, whatever the number of processes and of their loaders' workers: each consumer of
-the stream takes every n-th row of it, or, where there are enough files, every n-th file.
+twice in a pass, whatever the number of processes and of their loaders' workers: each of n consumers
+of the stream takes every n-th file, or, where n does not divide their number, every n-th row.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from datasets import Dataset, IterableDataset
-from datasets.distributed import split_dataset_by_node
 
 from .batching import PairBatchSampler
 from .data import text_key
@@ -63,16 +62,23 @@ class Stream:
         return file_records(self.source, self.columns)
 
     def share(self, number: int, shares: int, seed: int, epoch: int) -> Iterator[list[str]]:
-        """Every row of one of so many shares, in the order in which a pass reads them.
+        """The rows of one of so many shares, in the order in which a pass reads them.
 
         Files of a data set come in another order each pass; a single file is read from its front.
         """
         if not isinstance(self.source, IterableDataset):
             return itertools.islice(self.records(), number, None, shares)
-        shuffled = self.source.shuffle(seed=seed, buffer_size=1)
-        shuffled.set_epoch(epoch)
-        own = split_dataset_by_node(shuffled, rank=number, world_size=shares)
-        return dataset_records(own, self.columns, self.name)
+        files = self.source.num_shards
+        order = np.random.default_rng([seed, epoch]).permutation(files).tolist()
+        if files % shares == 0:
+            order, number, shares = order[number::shares], 0, 1
+        rows = itertools.chain.from_iterable(
+            dataset_records(
+                self.source.shard(files, file), self.columns, f"{self.name}, file {file + 1}"
+            )
+            for file in order
+        )
+        return itertools.islice(rows, number, None, shares)
 
     def front(self, rows: int | None) -> Dataset:
         """The first rows, or all, in memory, with the stream's own names of the columns.
