@@ -395,11 +395,9 @@ function framed(view) {
   const margin = 32,
     inner = pictureOf(view, Math.max(640, Math.min(1056, view.stage.clientWidth))),
     p = new Picture(inner.width + 2 * margin);
-  const lines = [
-    view.title + ": " + header.source_text.slice(0, 60) + " → " + header.target_text.slice(0, 60),
-  ];
+  const sentence = `${header.source_text.slice(0, 60)} → ${header.target_text.slice(0, 60)}`;
   p.shapes.push({ is: "rect", x: 0, y: 0, w: p.width, h: 0, fill: ink.card });
-  p.text(margin, margin + 12, lines[0], { size: 16, weight: 600 });
+  p.text(margin, margin + 12, `${view.title} · ${sentence}`, { size: 16, weight: 600 });
   const y = margin + 36;
   for (const shape of inner.shapes) p.shapes.push(across(moved(shape, y), margin));
   let end = y + inner.height + 22;

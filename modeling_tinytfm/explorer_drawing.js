@@ -194,7 +194,7 @@ function readColours() {
   const rgb = (text) => text.split(",").map(Number);
   ink.plus = rgb(css("positive"));
   ink.minus = rgb(css("negative"));
-  const stops = css("ramp").split(/\s+/).map(rgb);
+  const stops = css("ramp").split("/").map(rgb);
   ink.ramp = Array.from({ length: 256 }, (_, i) => {
     const place = (i / 255) * (stops.length - 1),
       n = Math.min(Math.floor(place), stops.length - 2);

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .decoding import with_output_limit
 from .explorer import FORMAT, VERSION, Trace, tokens
 from .sight import Sight, Stack
-from .translation import encode, with_output_limit
+from .translation import encode
 
 DETAILS = ("attention", "full")
 MOST_TOKENS = 128  # on either side, with all layers kept

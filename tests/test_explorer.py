@@ -5,6 +5,7 @@ unless TINYTFM_REQUIRE_BROWSER=1, as in `.ci/run`.
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -399,11 +400,20 @@ def test_light_and_dark(visit, page_text):
             for ground in ("card", "soft", "paper"):
                 assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground, colours)
         assert contrast(colours["accent"], colours["accent-ink"]) >= 4.5
+        # Shades go one way, and what is written on them can be read.
+        shades = ["#" + "".join(f"{channel:02x}" for channel in shade) for shade in colours["ramp"]]
+        assert len(shades) == 256
+        assert all(len(shade) == 7 for shade in shades)
+        ends = [contrast(shade, colours["card"]) for shade in shades]
+        assert max(ends) > 7
+        assert all(after >= before - 0.02 for before, after in itertools.pairwise(ends))
+        for shade, written in zip(shades, colours["written"], strict=True):
+            assert contrast(shade, written) >= 4.5
 
 
-COLOURS = """() => Object.fromEntries(["ink", "muted", "accent", "accent-ink", "warm", "card",
-    "soft", "paper"].map((name) => [name, getComputedStyle(document.documentElement)
-    .getPropertyValue("--" + name).trim()]))"""
+COLOURS = """() => ({ ramp: ink.ramp, written: ink.ramp.map(readableOn), ...Object.fromEntries(
+    ["ink", "muted", "accent", "accent-ink", "warm", "card", "soft", "paper"].map((name) => [name,
+    getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim()])) })"""
 
 
 @pytest.mark.parametrize("trace", ["case", "hostile_trace"])
