@@ -151,12 +151,14 @@ function spotlight(p) {
     });
     p.text(p.width, bottom + 78, rowSum, { anchor: "end", size: 12, fill: ink.muted });
   } else {
-    const pitch = 40,
+    // Where there is no room beside a token, what was read stands above it.
+    const stacked = decoder && p.width < 560,
+      pitch = stacked ? 56 : 40,
       n = Math.max(rows.length, columns.length),
       span = Math.min(p.width, 860),
       x0 = (p.width - span) / 2;
-    const yq = (i) => 18 + (i + (n - rows.length) / 2) * pitch,
-      yk = (j) => 18 + (j + (n - columns.length) / 2) * pitch;
+    const yq = (i) => pitch - 22 + (i + (n - rows.length) / 2) * pitch,
+      yk = (j) => pitch - 22 + (j + (n - columns.length) / 2) * pitch;
     const half = x0 + span * 0.42,
       right = x0 + span * 0.6,
       room = span * 0.4 - 54;
@@ -168,14 +170,16 @@ function spotlight(p) {
       const text = fitted(token, span * 0.26, 15, 600),
         w = chipWidth(text, 15, 600);
       drawRow(i, half - w, yq(i) - 16, w, 32, text);
-      // Where there is no room, the row above shows it.
-      if (decoder && (span >= 560 || i === query || !i))
-        p.text(half - w - 7, yq(i) + 4, isolate(fitted(reads[i], half - x0 - w - 26, 12)) + " →", {
-          anchor: "end",
-          size: 12,
-          fill: i === query ? ink.warm : ink.muted,
-          weight: i === query ? 600 : 400,
-        });
+      if (!decoder) return;
+      const beside = half - w - 7,
+        space = stacked ? span * 0.42 - 20 : half - x0 - w - 26;
+      const words = isolate(fitted(reads[i], space, 12)) + " →";
+      p.text(stacked ? half : beside, stacked ? yq(i) - 20 : yq(i) + 4, words, {
+        anchor: "end",
+        size: 12,
+        fill: i === query ? ink.warm : ink.muted,
+        weight: i === query ? 600 : 400,
+      });
     });
     columns.forEach((token, j) => {
       const text = fitted(token, room - 22, 15),
