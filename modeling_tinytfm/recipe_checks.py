@@ -196,8 +196,8 @@ def _check_what_changes(recipe: Recipe) -> None:
     if data.max_tokens is not None and longest > data.max_tokens:
         raise ValueError(
             f"data.max_tokens={data.max_tokens} cannot hold every pair of a stream, whose lengths "
-            f"are not known: data.max_source_length={limits[0]} and data.max_target_length="
-            f"{limits[1]} must be set, and be no more together"
+            f"are not known: set data.max_source_length={limits[0]} and data.max_target_length="
+            f"{limits[1]} to no more than that together"
         )
 
 

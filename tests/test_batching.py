@@ -1,12 +1,18 @@
 """Tests of modeling_tinytfm.batching: budgets, ranks, epochs, resuming."""
 
+import gzip
 import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from modeling_tinytfm.batching import PairBatchSampler
+from modeling_tinytfm.encoding import PairEncoder, TokenRows
+from modeling_tinytfm.tokenization import train_tokenizer
+
+MULTI30K = Path(__file__).parents[2] / "shared" / "data" / "multi30k"
 
 
 def random_lengths(generator: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +105,49 @@ def test_padding_waste_is_what_the_batches_pad_and_small():
         assert sampler.padding_waste() == pytest.approx(waste, abs=1e-12)
         assert waste < 0.1
     assert PairBatchSampler(*lengths, batch_size=256).padding_waste() > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MULTI30K.exists(), reason="its licence keeps the data out of the project")
+@pytest.mark.parametrize("text", ["", ".lc.norm.tok"], ids=["raw", "tokenised"])
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_padding_waste_on_multi30k_is_under_a_tenth(kind, text):
+    english, german = (
+        gzip.decompress((MULTI30K / f"train{text}.{language}.gz").read_bytes()).decode().split("\n")
+        for language in ("en", "de")
+    )
+    tokenizer = train_tokenizer(
+        [*english, *german], kind=kind, vocab_size=8000, show_progress=False
+    )
+    encoder = PairEncoder(tokenizer, max_source_length=None, max_target_length=None)
+    lengths = TokenRows([(english[:-1], german[:-1])], encoder).lengths.T
+    assert len(lengths[0]) == 29_000
+    sampler = PairBatchSampler(*lengths, max_tokens=4096)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert sampler.padding_waste() < 0.1
+    in_order_of_the_file = PairBatchSampler(*lengths, batch_size=128)
+    print(
+        f"{kind}{text}: {sampler.padding_waste():.2%}, {in_order_of_the_file.padding_waste():.2%}"
+    )
+    assert in_order_of_the_file.padding_waste() > 0.3
+
+
+def test_more_batches_may_be_asked_for():
+    lengths = random_lengths(np.random.default_rng(7), 100)
+    for options in ({"max_tokens": 900}, {"batch_size": 9}):
+        fewest = len(PairBatchSampler(*lengths, **options))
+        for batches in (fewest + 1, 60, 100):
+            sampler = PairBatchSampler(*lengths, min_batches=batches, **options)
+            made = list(sampler)
+            assert len(made) == len(sampler) == batches
+            assert sorted(chain(*made)) == list(range(100))
+            assert min(map(len, made)) > 0
+            if batches == 60:
+                assert max(map(len, made)) <= 4  # the largest are split first
+        assert len(PairBatchSampler(*lengths, min_batches=fewest - 1, **options)) == fewest
+        with pytest.raises(ValueError, match="100 rows do not make min_batches=101"):
+            PairBatchSampler(*lengths, min_batches=101, **options)
 
 
 def test_ranks_get_batches_of_similar_size_at_one_step():

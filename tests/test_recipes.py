@@ -656,6 +656,61 @@ def test_settings_are_what_their_readers_take(load, tmp_path):
     assert GenerationConfig(**recipe.generation).num_beams == 4
 
 
+STREAM = ("data.streaming=true", "training.max_steps=100")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tokenizer.bpe_dropout=-0.1"], r"tokenizer\.bpe_dropout=-0\.1 must be at least 0"),
+        (["tokenizer.bpe_dropout=1.1"], r"tokenizer\.bpe_dropout=1\.1 must be at most 1"),
+        (
+            ["tokenizer.bpe_dropout=0.1", "tokenizer.kind=unigram"],
+            r"bpe_dropout=0\.1 is for tokenizer\.kind=bpe, not for tokenizer\.kind=unigram",
+        ),
+        (
+            ["tokenizer.bpe_dropout=0.1", "task=language_model"],
+            r"bpe_dropout=0\.1 is for task=seq2seq, not for task=language_model",
+        ),
+        (
+            [
+                *("tokenizer.bpe_dropout=0.1", "training.dataloader_num_workers=1"),
+                "training.dataloader_persistent_workers=true",
+            ],
+            r"dataloader_persistent_workers=True .*tokenizer\.bpe_dropout=0\.1",
+        ),
+        (["data.streaming=true"], r"data\.streaming=true needs training\.max_steps"),
+        ([*STREAM, "training.max_steps=-1"], r"data\.streaming=true needs training\.max_steps"),
+        ([*STREAM, "task=classification"], r"data\.streaming=True is for task=seq2seq"),
+        ([*STREAM, "data.group_column=g"], r"data\.group_column='g' contradicts data\.streaming"),
+        ([*STREAM, "data.max_train_samples=9"], r"max_train_samples=9 contradicts data\.stream"),
+        (
+            [*STREAM, "data.train_file=null", "data.generator=reverse"],
+            r"data\.generator='reverse' contradicts data\.streaming=true",
+        ),
+        (
+            [*STREAM, "data.max_tokens=1023"],
+            r"max_tokens=1023 cannot hold every pair .*max_source_length=512 and .*=512 to no more",
+        ),
+        (
+            [*STREAM, "data.max_tokens=4096", "data.max_target_length=null"],
+            r"max_tokens=4096 cannot hold every pair .* data\.max_target_length=None to no more",
+        ),
+    ],
+)
+def test_streams_and_dropout_are_refused_where_they_cannot_be(load, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(PAIRS, *overrides)
+
+
+def test_streams_and_dropout_are_taken_where_they_can_be(load):
+    recipe = load(PAIRS, *STREAM, "data.max_tokens=1024", "tokenizer.bpe_dropout=0.1")
+    assert recipe.data.streaming
+    assert recipe.tokenizer.bpe_dropout == 0.1
+    load(PAIRS, *STREAM, "data.max_source_length=null", "training.per_device_train_batch_size=8")
+    load(PAIRS, "tokenizer.kind=unigram")
+
+
 def test_names_and_choices_are_those_of_the_modules_that_read_them():
     tokenizer_keys = {field.name for field in dataclasses.fields(TokenizerSettings)}
     training_only = set(inspect.signature(tokenization.with_bpe_dropout).parameters) - {"tokenizer"}

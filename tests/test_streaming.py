@@ -412,12 +412,7 @@ def run_on_a_rank(folder: str, workers: int) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_b50_two_processes_feed_different_rows_and_agree(
-    recipe,
-    launch,
-    tmp_path,
-    workers,  # noqa: F811
-):
+def test_b50_two_processes_feed_different_rows(recipe, launch, tmp_path, workers):  # noqa: F811
     # 400 words hold every number; the first pass is 115 rows for each process.
     recipe("data.streaming_sample=1000")
     document = {**RECIPE, "data": {**RECIPE["data"], "streaming_sample": 1000}}
