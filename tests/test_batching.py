@@ -116,9 +116,8 @@ def test_padding_waste_on_multi30k_is_under_a_tenth(kind, text):
         gzip.decompress((MULTI30K / f"train{text}.{language}.gz").read_bytes()).decode().split("\n")
         for language in ("en", "de")
     )
-    tokenizer = train_tokenizer(
-        [*english, *german], kind=kind, vocab_size=8000, show_progress=False
-    )
+    lines = [*english, *german]
+    tokenizer = train_tokenizer(lines, kind=kind, vocab_size=8000, show_progress=False)
     encoder = PairEncoder(tokenizer, max_source_length=None, max_target_length=None)
     lengths = TokenRows([(english[:-1], german[:-1])], encoder).lengths.T
     assert len(lengths[0]) == 29_000
@@ -126,11 +125,7 @@ def test_padding_waste_on_multi30k_is_under_a_tenth(kind, text):
     for epoch in range(3):
         sampler.set_epoch(epoch)
         assert sampler.padding_waste() < 0.1
-    in_order_of_the_file = PairBatchSampler(*lengths, batch_size=128)
-    print(
-        f"{kind}{text}: {sampler.padding_waste():.2%}, {in_order_of_the_file.padding_waste():.2%}"
-    )
-    assert in_order_of_the_file.padding_waste() > 0.3
+    assert PairBatchSampler(*lengths, batch_size=128).padding_waste() > 0.5
 
 
 def test_more_batches_may_be_asked_for():
