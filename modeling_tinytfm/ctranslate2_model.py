@@ -58,8 +58,6 @@ _NEUTRAL = {
     "token_healing": False,
     "assistant_ensemble_weight": 0.0,
 }
-# CTranslate2 drops unfinished beams once the best one has ended, if this is 0.
-_AS_GOOD_AS_0 = 1e-30
 
 
 @loaders.register_loader(TinyTFMConfig.__name__)
@@ -265,7 +263,7 @@ class CTranslate2Translator(Translator):
             self._rows(sources),
             num_hypotheses=n_best,
             return_scores=with_scores and not is_greedy,
-            return_end_token=True,  # a score is divided by the length with it, as in generate()
+            return_end_token=True,  # which an output that was cut has not
             max_input_length=0,
             **options,
         )
@@ -361,7 +359,6 @@ def search_options(
         raise ValueError(
             f"n_best={n_best} outputs need num_beams={n_best} at least, not {num_beams}"
         )
-    exponent = float(settings.get("length_penalty", 1.0))
     # max_length counts the start token; 20 is transformers' own default.
     longest = settings.get("max_new_tokens", settings.get("max_length", 20) - 1)
     shortest = max(settings.get("min_new_tokens", 0), settings.get("min_length", 0) - 1, 0)
@@ -388,7 +385,7 @@ def search_options(
             )
     return {
         "beam_size": num_beams,
-        "length_penalty": exponent or (0.0 if n_best == 1 else _AS_GOOD_AS_0),
+        "length_penalty": float(settings.get("length_penalty", 1.0)),
         "max_decoding_length": longest,
         "min_decoding_length": min(shortest, longest),
         "no_repeat_ngram_size": settings.get("no_repeat_ngram_size", 0),
