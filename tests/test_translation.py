@@ -15,9 +15,9 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 
+from modeling_tinytfm.decoding import EXTRA_TOKENS
 from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
 from modeling_tinytfm.translation import (
-    EXTRA_TOKENS,
     Hypothesis,
     ModelTranslator,
     TokenScores,
