@@ -1161,6 +1161,12 @@ class TinyTFMGenerationMixin(GenerationMixin):
         ids = input_ids[:, -new_length:].clone(memory_format=torch.contiguous_format)
         return {**inputs, ids_name: ids}
 
+    def _reorder_cache(self, cache: Cache, beam_idx: Tensor) -> Cache:
+        # Beams trade places within their source, whose keys are the same for all of them.
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        own.reorder_cache(beam_idx)
+        return cache
+
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
         # Without dropout, also if somebody forgot eval().

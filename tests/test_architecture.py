@@ -201,3 +201,18 @@ def test_the_top_level_holds_nothing_else():
         pytest.skip("only git knows what belongs to the project")
     listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {file.split("/")[0] for file in listed.stdout.splitlines()} <= planned
+
+
+def test_importing_the_package_loads_nothing_that_only_training_needs():
+    code = "import sys, modeling_tinytfm; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    loaded = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in (
+        "datasets",
+        "evaluate",
+        "accelerate",
+        "matplotlib",
+        "pandas",
+        "transformers.trainer",
+    ):
+        assert name not in loaded.split(), name

@@ -20,6 +20,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -324,6 +325,24 @@ def test_reordering_the_cache_moves_both_halves():
         cache=cache,
     ).logits
     torch.testing.assert_close(last, full[:, 4:], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_beams_trade_places_without_the_keys_of_their_source(reverser, cache, monkeypatch):
+    batch = reversal_batch(6, torch.Generator().manual_seed(5))
+    options = {"num_beams": 4, "max_new_tokens": 16, **as_dict()}
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = reverser.generate(**inputs, use_cache=False, **options)
+    moved = []
+    reorder = Cache.reorder_cache
+    monkeypatch.setattr(
+        Cache, "reorder_cache", lambda self, rows: moved.append(self) or reorder(self, rows)
+    )
+    outputs = reverser.generate(**inputs, cache_implementation=cache, **options)
+    assert outputs.sequences.equal(expected.sequences)
+    torch.testing.assert_close(outputs.sequences_scores, expected.sequences_scores)
+    assert moved
+    assert all(one is outputs[CACHE].self_attention_cache for one in moved)
 
 
 def test_cached_source_keys_are_used_instead_of_the_states():
