@@ -281,7 +281,8 @@ class Experiment:
         if self.checkpoint is not None:
             # The Trainer's own is the mean over the updates since the checkpoint.
             trained["train_loss"] = mean_training_loss(history)
-        trained["train_samples"] = len(self.sets["train"])
+        if not self.recipe.data.streaming:  # nobody has counted its rows
+            trained["train_samples"] = len(self.sets["train"])
         evaluated = self.choose_model()
         evaluated["eval_samples"] = len(self.sets["validation"])
         test, predictions = self.score_test()

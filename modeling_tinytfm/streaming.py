@@ -22,6 +22,7 @@ from .batching import PairBatchSampler
 from .data import text_key
 from .encoding import PairEncoder, TokenRows
 from .reading import dataset_records, file_records
+from .translation import progress_bar
 
 _LINES = 1_000  # that are encoded at once
 
@@ -87,12 +88,13 @@ class Stream:
         """
         content = hashlib.blake2b(digest_size=16)
         records, tables = itertools.islice(self.records(), rows), []
-        while batch := list(itertools.islice(records, 10_000)):
-            sides = dict(zip(self.columns, map(list, zip(*batch, strict=True)), strict=True))
-            tables.append(pa.table(sides))
-            for record in batch:
-                for text in record:
+        with progress_bar("Reading the front of the stream", rows, None) as progress:
+            while batch := list(itertools.islice(records, 10_000)):
+                sides = dict(zip(self.columns, map(list, zip(*batch, strict=True)), strict=True))
+                tables.append(pa.table(sides))
+                for text in itertools.chain.from_iterable(batch):
                     content.update(len(text).to_bytes(8, "big") + text.encode())
+                progress.update(len(batch))
         if not tables:
             raise ValueError(f"{self.name}: no pairs, it is empty or a header only")
         return Dataset(pa.concat_tables(tables), fingerprint=content.hexdigest())

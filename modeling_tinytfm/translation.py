@@ -321,8 +321,8 @@ def encode(
     return sources
 
 
-def progress_bar(description: str, lines: int, show: bool | None) -> tqdm:
-    """A progress bar over lines; with `show` None only on a terminal."""
+def progress_bar(description: str, lines: int | None, show: bool | None) -> tqdm:
+    """A progress bar over lines, of unknown number if None; with `show` None only on a terminal."""
     disable = None if show is None else not show
     return tqdm(total=lines, desc=description, unit="line", leave=False, disable=disable)
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import multiprocessing
+import os
 import random
 from collections import Counter
 from itertools import pairwise
@@ -364,10 +366,28 @@ def test_b50_dropout_leaves_no_cache_files(recipe, tmp_path):
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == before
 
 
+def test_b50_loader_processes_are_fed_the_new_cuts(recipe):
+    prepared = prepare(recipe("training.dataloader_num_workers=2"))
+    trainer, fed = prepared.trainer, {}
+    step = trainer.training_step
+
+    def remember(model, inputs, *more):
+        fed.setdefault(trainer.sampler.epoch, []).extend(inputs["input_ids"].tolist())
+        return step(model, inputs, *more)
+
+    trainer.training_step = remember
+    trainer.train()
+    pad = trainer.processing_class.pad_token_id
+    cuts = [sorted([token for token in row if token != pad] for row in fed[n]) for n in (0, 1)]
+    lines = [sorted(trainer.processing_class.batch_decode(ids, True)) for ids in cuts]
+    assert len(lines[0]) == 360
+    assert lines[0] == lines[1]
+    assert len({*map(tuple, cuts[0])} & {*map(tuple, cuts[1])}) < 180
+    assert multiprocessing.active_children() == []
+
+
 def run_on_a_rank(folder: str) -> dict:
     """A run in the folder's recipe; the sources that this process was fed, by epoch."""
-    import os
-
     os.chdir(folder)
     datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")
     experiment.draw_curves = lambda *_, **__: None

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import multiprocessing
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -312,6 +314,7 @@ def test_a_file_is_streamed_beyond_its_front_and_without_what_is_held_out(recipe
     fed = watch(prepared)
     scores = prepared.run()
     assert prepared.trainer.state.global_step == 40
+    assert "train_samples" not in scores
     assert scores["test_samples"] == len(prepared.sets["test"]) == 5
     held_out = {
         row["source"].split()[0] for split in ("validation", "test") for row in prepared.sets[split]
@@ -385,9 +388,6 @@ def test_bpe_dropout_in_a_stream(recipe):
 
 def run_on_a_rank(folder: str, workers: int) -> dict:
     """A streamed run; the sources that this process was fed."""
-    import multiprocessing
-    import os
-
     os.chdir(folder)
     datasets.config.HF_DATASETS_CACHE = Path(folder, "cache")
     experiment.draw_curves = lambda *_, **__: None
