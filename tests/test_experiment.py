@@ -825,6 +825,27 @@ def test_a_local_folder_is_a_data_set(recipe, said):
         prepare(load_recipe("set.yaml", ["training.output_dir=y", *columns]))
 
 
+def test_parquet_and_unigram_through_the_whole_command(recipe, said):
+    recipe()
+    rows = [line.split("\t") for line in Path("pairs.tsv").read_text().splitlines()]
+    rows = [{"translation": {"en": source, "de": target}} for source, target in rows]
+    datasets.Dataset.from_list(rows).to_parquet("pairs.parquet")
+    columns = ("data.source_column=en", "data.target_column=de")
+    scores = run_recipe(
+        recipe("data.train_file=pairs.parquet", "tokenizer.kind=unigram", *columns), said.append
+    )
+    plan = next(line for line in said if line.startswith("recipe:"))
+    assert f"first row:    {rows[0]['translation']['en']}  ->  " in plan
+    assert "vocabulary:   unigram, " in plan
+    tokenizer = AutoTokenizer.from_pretrained("outputs/tiny")
+    assert type(tokenizer.backend_tokenizer.model).__name__ == "Unigram"
+    for row in predicted("outputs/tiny"):
+        ids = tokenizer(row["source"]).input_ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == row["source"]
+    again = score_model("outputs/tiny", file="pairs.parquet")
+    assert again["file_loss"] > 0 < scores["test_loss"]
+
+
 def test_parallel_files_are_read(recipe, said):
     for split, count in (("train", 30), ("validation", 3), ("test", 4)):
         Path(f"{split}.de").write_text("".join(f"{i} 1\n" for i in range(count)))
