@@ -423,10 +423,13 @@ def _how_to_use(name: str, facts: Facts, revision: str | None) -> Iterator[str]:
     source, output = facts.example or ("Hello.", None)
     shown = "" if output is None else f"  # {output}"
     imports, *loading = loading_lines(name, facts, revision)
+    limit = facts.generation.max_new_tokens or facts.generation.max_length
     result = "model.generate(**batch)"
     if config.is_decoder and not config.is_encoder_decoder:
         shown = ""
         result = "model.generate(**batch, max_new_tokens=40)"
+    elif limit in (None, 20):  # what transformers falls back to
+        result = "model.generate(**batch, max_new_tokens=200)"
     if config.input_feature_size:
         size = config.input_feature_size
         batch = f'batch = {{"input_features": torch.randn(1, 7, {size})}}  # a row of 7 steps'
