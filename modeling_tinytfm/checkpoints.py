@@ -227,7 +227,7 @@ def save_average(
             bool(chosen.get("greater_is_better")),
         )
     average_checkpoints(folders).save_pretrained(output)
-    if (run / TOKENIZER_FILES[0]).is_file():
+    if any((run / name).is_file() for name in TOKENIZER_FILES):
         save_tokenizer(load_tokenizer(run), output)
     (output / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     return folders

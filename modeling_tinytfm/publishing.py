@@ -39,8 +39,6 @@ from .tokenization import TOKENIZER_FILES, mend_tokenizer_class
 
 logger = logging.getLogger(__name__)
 
-# Of tokenizers that other programs made, such as Marian's.
-_OTHER_TOKENIZER_FILES = ("source.spm", "target.spm", "vocab.json", "target_vocab.json")
 CODE_FILES = ("configuration_tinytfm.py", "modeling_tinytfm.py")
 # Beside these: the weights, the card, and the recipe without its paths.
 PUBLISHED_FILES = (
@@ -48,7 +46,6 @@ PUBLISHED_FILES = (
     GENERATION_CONFIG_NAME,
     *CODE_FILES,
     *TOKENIZER_FILES,
-    *_OTHER_TOKENIZER_FILES,
     RESULTS_FILE,
     RUN_FILE,
     CURVES_FILE,

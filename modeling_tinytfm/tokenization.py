@@ -33,7 +33,15 @@ SPECIAL_TOKENS = {
     "unk_token": "<unk>",
 }
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    # Of an imported Marian, which may have the last three in place of the first:
+    "source.spm",
+    "target.spm",
+    "vocab.json",
+)
 
 _SPECIAL_TAILS = "|".join(re.escape(token.removeprefix("<")) for token in SPECIAL_TOKENS.values())
 

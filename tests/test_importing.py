@@ -20,11 +20,14 @@ from transformers import (
 )
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration
+from modeling_tinytfm.checkpoints import save_average
 from modeling_tinytfm.experiment import run_recipe
 from modeling_tinytfm.exporting import export_model
 from modeling_tinytfm.importing import import_marian, reason_to_keep
 from modeling_tinytfm.loading import load_tokenizer
+from modeling_tinytfm.publishing import files_to_publish
 from modeling_tinytfm.recipes import load_recipe
+from modeling_tinytfm.tokenization import TOKENIZER_FILES
 
 ROOT = Path(__file__).parents[1]
 importing = script("import_model")
@@ -257,6 +260,11 @@ def test_a_recipe_goes_on_from_it(marian, tmp_path, monkeypatch, name):
     text = "ein kleiner Hund"
     first, second = (load_tokenizer(folder)(text_target=text) for folder in ("ours", run))
     assert first["input_ids"] == second["input_ids"]
+    save_average(run, Path("mean"), last=1)
+    assert load_tokenizer("mean")(text_target=text)["input_ids"] == first["input_ids"]
+    assert set(TOKENIZER_FILES) & {path.name for path in run.iterdir()} <= set(
+        files_to_publish(run)
+    )
 
 
 @pytest.mark.parametrize(
