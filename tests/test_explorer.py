@@ -236,9 +236,8 @@ def test_everything_can_be_done_by_keyboard(visit, page_text):
     page.keyboard.press("End")
     assert state()["temperature"] == 4
     assert "Temperature 4.00" in said()
-    page.wait_for_function(
-        "document.querySelector('#spotlight .care').textContent.includes('run again')"
-    )
+    page.evaluate("explorer.drawAll()")  # rather than wait for the next frame
+    assert "not run again" in page.locator("#spotlight .care").text_content()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     assert state()["temperature"] == 1
@@ -264,7 +263,7 @@ def test_everything_can_be_done_by_keyboard(visit, page_text):
         page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.spot.group") == "heads"
     chosen(page, layer=0, head=0)
-    page.wait_for_function("document.querySelector('#heads [aria-pressed=true]').spot.row === 0")
+    page.evaluate("explorer.drawAll()")
     page.locator("#heads [aria-pressed=true]").focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
@@ -275,7 +274,7 @@ def test_everything_can_be_done_by_keyboard(visit, page_text):
 def test_a_selection_is_shared(visit, page_text):
     page = visit(page_text)
     chosen(page, kind="cross", layer=0, head=1, query=2, key=3)
-    page.wait_for_timeout(300)
+    page.evaluate("explorer.drawAll()")
     assert "Layer 1, head 2" in page.locator("#heads .readout").text_content()
     assert "q·k = " in page.locator("#vectors .readout").text_content()
     target = page.evaluate("explorer.header.write[2].shown")
