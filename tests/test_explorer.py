@@ -557,6 +557,7 @@ def model_folder(reverser, digits, tmp_path_factory):  # noqa: F811
     return folder
 
 
+@pytest.mark.slow
 def test_the_live_demo_needs_no_network(browser, model_folder, tmp_path):
     if importlib.util.find_spec("gradio") is None and not REQUIRED:
         pytest.skip("missing: gradio")
