@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from modeling_tinytfm.data import SplitReport, load_pairs
-from modeling_tinytfm.reading import load_splits
+from modeling_tinytfm.reading import dataset_records, load_splits
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,9 @@ def test_a_validation_split_may_have_its_usual_names(tmp_path, name):
 @pytest.fixture
 def configured(tmp_path) -> Path:
     """Two configurations, as WMT has them, named by the YAML in front of the card."""
-    folder, card = tmp_path / "wmt", "---\nconfigs:\n"
+    feature = "  - name: translation\n    dtype:\n      translation:\n        languages: [de, en]\n"
+    card = f"---\ndataset_info:\n- config_name: de-en\n  features:\n{feature}configs:\n"
+    folder = tmp_path / "wmt"
     for name in ("de-en", "cs-en"):
         hub_folder(folder, {split: path.replace("data", name) for split, path in LAYOUT.items()})
         card += f"- config_name: {name}\n  data_files:\n"
@@ -183,6 +185,13 @@ def test_a_data_set_may_have_configurations(configured):
         "validation": 3,
         "test": 3,
     }
+    streamed = load_splits(str(configured), "de-en", streaming=True)
+    assert isinstance(streamed["train"].features["translation"], datasets.Translation)
+    columns = {"source_column": "de", "target_column": "en"}
+    assert read(splits["train"], **columns) == ODD[:40]
+    for rows in streamed.values():
+        records = list(dataset_records(rows, ("de", "en"), "a name"))
+        assert records == list(map(list, ODD[: len(records)]))
     for name in (None, "fr-en"):
         with pytest.raises(ValueError, match=r"dataset_name=.*wmt: .*'de-en', 'cs-en'\].*config"):
             load_splits(str(configured), name)
