@@ -168,10 +168,12 @@ def test_a_validation_split_may_have_its_usual_names(tmp_path, name):
 def configured(tmp_path) -> Path:
     """Two configurations, as WMT has them, named by the YAML in front of the card."""
     feature = "  - name: translation\n    dtype:\n      translation:\n        languages: [de, en]\n"
-    card = f"---\ndataset_info:\n- config_name: de-en\n  features:\n{feature}configs:\n"
+    infos = [f"- config_name: {name}\n  features:\n{feature}" for name in ("de-en", "cs-en")]
+    card = f"---\ndataset_info:\n{''.join(infos)}configs:\n"
     folder = tmp_path / "wmt"
     for name in ("de-en", "cs-en"):
-        hub_folder(folder, {split: path.replace("data", name) for split, path in LAYOUT.items()})
+        layout = {split: path.replace("data", name) for split, path in LAYOUT.items()}
+        hub_folder(folder, layout, [{"translation": row["translation"]} for row in NESTED[:40]])
         card += f"- config_name: {name}\n  data_files:\n"
         card += "".join(f"  - split: {s}\n    path: {name}/{s}-*\n" for s in LAYOUT)
     (folder / "README.md").write_text(card + "---\n")
