@@ -1161,7 +1161,7 @@ class TinyTFMGenerationMixin(GenerationMixin):
         ids = input_ids[:, -new_length:].clone(memory_format=torch.contiguous_format)
         return {**inputs, ids_name: ids}
 
-    def _reorder_cache(self, cache: Cache, beam_idx: Tensor) -> Cache:
+    def _reorder_cache(self, cache: Cache, beam_idx: Any) -> Cache:
         # Beams trade places within their source, whose keys are the same for all of them.
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         own.reorder_cache(beam_idx)

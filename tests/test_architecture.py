@@ -34,8 +34,8 @@ FLOORS = (
     {"training"},
     {"tasks"},
     {"seq2seq", "classification", "language_modeling"},
-    {"experiment"},
-    {"scoring"},
+    {"experiment", "benchmarking"},
+    {"scoring", "end_to_end"},
 )
 TRAVELLING = ("configuration_tinytfm", "modeling_tinytfm")
 MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))

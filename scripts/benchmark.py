@@ -1,0 +1,287 @@
+"""Measure TinyTFM beside its peers: the same work, in turns, in one run.
+
+  train-step  a training step on one padded batch: MarianMT, nn.Transformer
+  train       training on a file of pairs, end to end: MarianMT, JoeyNMT
+  generate    generate(), greedy and beam search: MarianMT
+  translate   lines through a trained model: MarianMT, CTranslate2
+  memory      peak memory of a training step: MarianMT
+  scaling     time and memory as length, batch, vocabulary or depth grow
+  import      importing the package: transformers' own classes
+
+A ratio above 1 means that TinyTFM is faster, or needs less. Ratios are medians over the rounds,
+with their quartiles.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# Threads that spin while they wait take the cores from whatever else runs on this machine, and a
+# busy machine then works 20 times slower. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers.utils import logging
+
+from modeling_tinytfm import benchmarking, end_to_end
+from modeling_tinytfm.benchmarking import MARIAN, OURS, SIZES, Size
+from modeling_tinytfm.translation import read_lines
+
+Rows = list[dict[str, Any]]
+QUICK = Size(32, 1, 64, 2, 100, 4, 8)
+IMPORTS = {
+    OURS: "import modeling_tinytfm",
+    "transformers": "from transformers import AutoModelForSeq2SeqLM, MarianMTModel",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, measures and prints; returns the exit status."""
+    options = parse(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    threads = options.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    try:
+        rows = WORKS[options.work](options)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"benchmark.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for row in rows:
+        print(described(row))
+    if options.json:
+        facts = {
+            "work": options.work,
+            "device": device_name(options.device),
+            "threads": threads,
+            "rounds": options.rounds,
+            "versions": {
+                "Python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "transformers")},
+            },
+            "rows": rows,
+        }
+        Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("--json", help="also write all figures, unrounded, into this file")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: all cores)")
+    parser.add_argument("--rounds", type=int, default=9, help="that count (default: 9)")
+    parser.add_argument("--size", nargs="+", choices=SIZES, help="default: those of README")
+    parser.add_argument("--compile", action="store_true", help="TinyTFM under torch.compile, too")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument("--pairs", nargs=2, metavar=("SOURCE", "TARGET"), help="train: two files")
+    parser.add_argument("--updates", type=int, default=40, help="train: of a turn (default: 40)")
+    parser.add_argument("--model", help="translate: a folder that train.py made")
+    parser.add_argument("--lines", help="translate: a file of source lines, plain or .gz")
+    parser.add_argument("--num-beams", type=int, default=4, help="translate (default: 4)")
+    parser.add_argument("--pictures", help="scaling: draw the curves into this folder")
+    return parser.parse_args(argv)
+
+
+def sizes(options: argparse.Namespace, *default: str) -> list[Size]:
+    """The sizes to measure."""
+    return [QUICK] if options.quick else [SIZES[name] for name in options.size or default]
+
+
+def train_step(options: argparse.Namespace) -> Rows:
+    """A training step, in float32 and bfloat16, and what all contenders have in common."""
+    rows: Rows = []
+    for size in sizes(options, "d128", "d64", "d256", "base"):
+        for bf16 in (False, True):
+            steps = benchmarking.training_steps(size, options.device, bf16, options.compile)
+            wait = benchmarking.waiter(options.device)
+            facts: dict[str, Any] = {"size": str(size), "precision": "bf16" if bf16 else "fp32"}
+            share = benchmarking.common_share(steps[OURS])
+            for timing in benchmarking.in_turns(dict(steps), options.rounds, wait):
+                speed = benchmarking.throughput(size, steps[OURS].batch, timing.seconds, bf16)
+                rows.append({**facts, **asdict(timing), "common_share": share, **speed})
+    return rows
+
+
+def train(options: argparse.Namespace) -> Rows:
+    """Training on a file of pairs."""
+    if options.pairs is None:
+        raise ValueError("train: name two files, line by line, with --pairs SOURCE TARGET")
+    size, max_tokens = replace(SIZES["d128"], rows=0, length=0), 8192
+    if options.quick:
+        size, max_tokens = replace(QUICK, rows=0, length=0), 256
+    has_joeynmt = optional("joeynmt", "joeynmt==2.3.0")
+    sources, targets = (lines_of(path) for path in options.pairs)
+    tokenizer, rows = end_to_end.encoded(sources, targets, size.vocab_size)
+    size = replace(size, vocab_size=len(tokenizer))
+    timings = end_to_end.training_speed(
+        tokenizer,
+        rows,
+        size,
+        max_tokens=max_tokens,
+        updates=options.updates,
+        rounds=options.rounds,
+        joeynmt=has_joeynmt,
+    )
+    facts = {"size": f"{str(size).rpartition(',')[0]}, {len(rows):,} pairs"}
+    return [
+        {**facts, **asdict(timing), "target_tokens_per_second": 1 / timing.seconds}
+        for timing in timings
+    ]
+
+
+def generate(options: argparse.Namespace) -> Rows:
+    """Generation by greedy search and with 4 beams."""
+    rows: Rows = []
+    for size in sizes(options, "d256"):
+        size = size if options.size or options.quick else replace(size, rows=16)
+        for num_beams in (1, 4):
+            contenders = benchmarking.generators(
+                size, num_beams, size.length, options.device, options.compile
+            )
+            wait = benchmarking.waiter(options.device)
+            facts = {"size": str(size), "num_beams": num_beams}
+            rows += benchmarking.as_rows(
+                benchmarking.in_turns(contenders, options.rounds, wait), **facts
+            )
+    return rows
+
+
+def translate(options: argparse.Namespace) -> Rows:
+    """Lines through a trained model."""
+    if options.model is None or options.lines is None:
+        raise ValueError("translate: name a folder with --model, and source lines with --lines")
+    lines = lines_of(options.lines)
+    optional("ctranslate2", "'modeling-tinytfm[ctranslate2]'")
+    timings = end_to_end.translation_speed(options.model, lines, options.num_beams, options.rounds)
+    return benchmarking.as_rows(timings, size=f"{len(lines):,} lines", num_beams=options.num_beams)
+
+
+def memory(options: argparse.Namespace) -> Rows:
+    """Peak memory: model, optimizer, batch and two steps, above what importing takes."""
+    rows: Rows = []
+    # 8,192 tokens, source and target
+    for size in [QUICK] if options.quick else [replace(SIZES["base"], rows=128, length=32)]:
+        peaks = {}
+        for name in (OURS, MARIAN):
+            if options.device == "cpu":
+                peaks[name] = benchmarking.alone(benchmarking.peak_memory, name, size)
+            else:
+                peaks[name] = benchmarking.peak_memory(name, size, True, options.device)
+        for name, peak in peaks.items():
+            facts = {"size": str(size), "name": name, "mebibytes": peak / 2**20}
+            rows.append({**facts, "ratio": peak / peaks[OURS]})
+    return rows
+
+
+def scaling(options: argparse.Namespace) -> Rows:
+    """Time and memory of a step as something grows, and of cached steps of generation."""
+    base = QUICK if options.quick else Size(128, 2, 256, 4, 2000, 4, 64)
+    doublings = [1, 2, 4] if options.quick else [1, 2, 4, 8, 16]
+    grown = {
+        "source length": [replace(base, length=base.length * n) for n in doublings],
+        "batch size": [replace(base, rows=base.rows * n) for n in doublings],
+        "vocabulary": [replace(base, vocab_size=base.vocab_size * n) for n in doublings],
+        "layers": [replace(base, layers=n) for n in doublings[:4]],
+    }
+    fields = ("length", "rows", "vocab_size", "layers")
+    curves = [
+        benchmarking.curve(
+            what, [(getattr(size, field), size) for size in variants], options.rounds
+        )
+        for (what, variants), field in zip(grown.items(), fields, strict=True)
+    ]
+    if options.pictures:
+        benchmarking.draw_growth(curves, Path(options.pictures))
+    rows: Rows = [
+        {
+            "size": str(base),
+            "name": one.what,
+            **asdict(one),
+            "time_exponent": one.exponents()[0],
+            "memory_exponent": one.exponents()[1],
+        }
+        for one in curves
+    ]
+    short, long = (5, 20) if options.quick else (100, 1000)
+    step = benchmarking.cached_step_ratio(base, short, long, rounds=min(3, options.rounds))
+    name = f"a cached step of {long:,} / of {short}"
+    return [*rows, {"size": str(base), **asdict(step), "name": name}]
+
+
+def imports(options: argparse.Namespace) -> Rows:
+    """Starting Python and importing, in processes of their own."""
+
+    def run(code: str) -> Any:
+        return lambda: subprocess.run([sys.executable, "-c", code], check=True)
+
+    contenders = {name: run(code) for name, code in IMPORTS.items()}
+    return benchmarking.as_rows(benchmarking.in_turns(contenders, options.rounds), size="import")
+
+
+WORKS = {
+    "train-step": train_step,
+    "train": train,
+    "generate": generate,
+    "translate": translate,
+    "memory": memory,
+    "scaling": scaling,
+    "import": imports,
+}
+
+
+def optional(package: str, requirement: str) -> bool:
+    """Whether a peer is installed; one line if not."""
+    here = benchmarking.installed(package)
+    if not here:
+        print(f"without {package}: pip install {requirement}", file=sys.stderr)
+    return here
+
+
+def lines_of(path: str) -> list[str]:
+    """The lines of a text file, plain or .gz."""
+    import gzip
+
+    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
+        return list(read_lines(stream, path))
+
+
+def device_name(device: str) -> str:
+    """What the work ran on."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
+
+
+def described(row: dict[str, Any]) -> str:
+    """A row as a line."""
+    parts = [row["size"], *(row[key] for key in ("precision",) if key in row)]
+    if "num_beams" in row:
+        parts.append(f"beam {row['num_beams']}")
+    line = f"{', '.join(parts)}: {row['name']}"
+    if "mebibytes" in row:
+        return f"{line} {row['mebibytes']:,.0f} MiB, ratio {row['ratio']:.2f}"
+    if "time_exponent" in row:
+        k, m = row["time_exponent"], row["memory_exponent"]
+        return f"{line} n: time grows as n^{k:.2f}, memory as n^{m:.2f}"
+    line += f" {1e3 * row['seconds']:,.4g} ms, ratio {row['ratio']:.2f}"
+    line += f" [{row['low']:.2f}, {row['high']:.2f}]"
+    if "common_share" in row:
+        line += f", {row['common_share']:.0%} common, MFU {row['mfu']:.0%}"
+    if "target_tokens_per_second" in row:
+        line += f", {row['target_tokens_per_second']:,.0f} target tokens a second"
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())
