@@ -64,12 +64,16 @@ def _record_texts(record: Mapping[str, Any], columns: Sequence[str], where: str)
 
 
 def _texts(values: Sequence[Any], columns: Sequence[str], where: str) -> list[str]:
-    """Source and target, which must be texts, and whatever stands for the group."""
+    """Source and target, texts or whole numbers, and whatever stands for the group."""
     source, target, *group = ("" if value is None else value for value in values)
+    pair = []
     for column, value in zip(columns, (source, target), strict=False):
+        if isinstance(value, bool | int):
+            value = json.dumps(value)
         if not isinstance(value, str):
             raise ValueError(f"{where}: {column!r} is not text but {type(value).__name__}")
-    return [source, target, *(json.dumps(value, default=str) for value in group)]
+        pair.append(value)
+    return [*pair, *(json.dumps(value, default=str) for value in group)]
 
 
 def _numbered_lines(path: str, keep_ends: bool = False) -> Iterator[tuple[int, str]]:

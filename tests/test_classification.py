@@ -216,6 +216,24 @@ def test_a_hub_data_set_names_its_classes(tmp_path):
     assert first["labels"] == content["labels"][40]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
+def test_classes_may_be_numbers_in_every_kind_of_file(kind):
+    rows = [{"text": row["text"], "label": 3 + (row["label"] == "odd")} for row in texts(60)]
+    name = f"numbers.{kind}"
+    if kind == "jsonl":
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        Dataset.from_list(rows).to_parquet(name)
+    else:
+        comma = "," if kind == "csv" else "\t"
+        lines = [f"{row['text']}{comma}{row['label']}\n" for row in rows]
+        Path(name).write_text(f"text{comma}label\n" + "".join(lines))
+    prepared = prepare(recipe({"train_file": name}))
+    assert prepared.trainer.model.config.id2label == {0: "3", 1: "4"}
+    for row in prepared.sets["test"]:
+        assert {"text": row["source"], "label": int(row["target"])} in rows
+
+
 def test_a_parquet_file_of_texts_with_numbered_classes(tmp_path):
     rows = texts(60)
     features = Features({"text": Value("string"), "label": ClassLabel(names=["odd", "even"])})

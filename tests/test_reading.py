@@ -99,7 +99,10 @@ def damaged(path: Path) -> Path:
             lambda path: parquet(path, NESTED),
             ["'source'", "it has translation.de, translation.en, id"],
         ),
-        (lambda path: parquet(path, [{"source": 1, "target": "a"}]), ["row 1", "'source'", "int"]),
+        (
+            lambda path: parquet(path, [{"source": 1.5, "target": "a"}]),
+            ["row 1", "'source'", "not text but float"],
+        ),
         (lambda path: path.write_bytes(b"source\ttarget\n"), ["not valid Parquet"]),
         (lambda path: path.write_bytes(b""), ["not valid Parquet"]),
         (damaged, ["not valid Parquet"]),
