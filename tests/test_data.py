@@ -227,7 +227,7 @@ GZIPPED = gzip.compress(b"a\tb\n" * 1000, mtime=0)
         ("a.jsonl", b"[" * 100_000, ["line 1", "JSON"]),
         ("a.jsonl", b'["a", "b"]', ["line 1", "object", "a"]),
         ("a.jsonl", b'{"source": "a", "goal": "b"}', ["line 1", "'target'", "source, goal"]),
-        ("a.jsonl", b'{"source": "a", "target": 3.5}', ["line 1", "'target'", "int"]),
+        ("a.jsonl", b'{"source": "a", "target": 3.5}', ["line 1", "'target'", "float"]),
         ("a.jsonl", b'{"source": "\\ud83d", "target": "b"}', ["line 1", "'source'", "surrogate"]),
         ("a.txt", b"a\tb\n", [".tsv", ".jsonl", ".parquet", "_source_file"]),
         ("a.tsv.gz", GZIPPED[:-12], ["gzip"]),
