@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -450,8 +451,9 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of this module returns in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with context.Pool(1) as pool:
-        return pool.apply(_with_threads, (torch.get_num_threads(), function, arguments))
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        threads = torch.get_num_threads()
+        return pool.submit(_with_threads, threads, function, arguments).result()
 
 
 def _with_threads(threads: int, function: Callable[..., Any], arguments: tuple) -> Any:

@@ -18,6 +18,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "device": device_name(options.device),
             "threads": threads,
             "rounds": options.rounds,
+            "clock": "CPU time" if options.cpu_time else "time",
             "versions": {
                 "Python": platform.python_version(),
                 **{name: version(name) for name in ("torch", "transformers")},
@@ -82,6 +84,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", help="also write all figures, unrounded, into this file")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, help="of the CPU (default: all cores)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time of the process, for a machine others use, too"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="that count (default: 9)")
     parser.add_argument("--size", nargs="+", choices=SIZES, help="default: those of README")
     parser.add_argument("--compile", action="store_true", help="TinyTFM under torch.compile, too")
@@ -100,16 +105,22 @@ def sizes(options: argparse.Namespace, *default: str) -> list[Size]:
     return [QUICK] if options.quick else [SIZES[name] for name in options.size or default]
 
 
+def in_turns(options: argparse.Namespace, contenders: dict[str, Any]) -> list[Any]:
+    """See `benchmarking.in_turns`; by the clock that was asked for."""
+    wait = benchmarking.waiter(options.device)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    return benchmarking.in_turns(contenders, options.rounds, wait, clock)
+
+
 def train_step(options: argparse.Namespace) -> Rows:
     """A training step, in float32 and bfloat16, and what all contenders have in common."""
     rows: Rows = []
     for size in sizes(options, "d128", "d64", "d256", "base"):
         for bf16 in (False, True):
             steps = benchmarking.training_steps(size, options.device, bf16, options.compile)
-            wait = benchmarking.waiter(options.device)
             facts: dict[str, Any] = {"size": str(size), "precision": "bf16" if bf16 else "fp32"}
             share = benchmarking.common_share(steps[OURS])
-            for timing in benchmarking.in_turns(dict(steps), options.rounds, wait):
+            for timing in in_turns(options, dict(steps)):
                 speed = benchmarking.throughput(size, steps[OURS].batch, timing.seconds, bf16)
                 rows.append({**facts, **asdict(timing), "common_share": share, **speed})
     return rows
@@ -151,11 +162,8 @@ def generate(options: argparse.Namespace) -> Rows:
             contenders = benchmarking.generators(
                 size, num_beams, size.length, options.device, options.compile
             )
-            wait = benchmarking.waiter(options.device)
             facts = {"size": str(size), "num_beams": num_beams}
-            rows += benchmarking.as_rows(
-                benchmarking.in_turns(contenders, options.rounds, wait), **facts
-            )
+            rows += benchmarking.as_rows(in_turns(options, contenders), **facts)
     return rows
 
 
