@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers import BatchEncoding, DataCollatorWithPadding
 
 from .configuration_tinytfm import TinyTFMConfig
-from .data import PairSource, Report, SplitReport, load_pairs
+from .data import PairSource, Report, SplitReport, cache_key, load_pairs, what_it_does
 from .metrics import class_scores
 from .modeling_tinytfm import TinyTFMForSequenceClassification
 from .reports import shortened
@@ -107,11 +108,11 @@ class Classification(Task):
     def read(self) -> tuple[DatasetDict, Report]:
         """Columns `source` (a text) or `image`, and `target` (the name of the class)."""
         data = self.recipe.data
-        files = {split: self.named_classes(file) for split, file in files_of(data).items()}
+        files = files_of(data)
         if data.image_column is not None:
             return load_images(files, data.image_column, data.label_column, data.max_train_samples)
         return load_pairs(
-            files,
+            {split: with_class_names(file, data.label_column) for split, file in files.items()},
             source_column=data.text_column,
             target_column=data.label_column,
             group_column=data.group_column,
@@ -124,24 +125,11 @@ class Classification(Task):
         if data.image_column is not None:
             return read_images(path, data.image_column, data.label_column)
         splits, _ = load_pairs(
-            {"test": path}, source_column=data.text_column, target_column=data.label_column
+            {"test": with_class_names(path, data.label_column)},
+            source_column=data.text_column,
+            target_column=data.label_column,
         )
         return splits["test"]
-
-    def named_classes(self, rows: PairSource) -> PairSource:
-        """A data set whose classes are their names, where it has numbers for them."""
-        column = self.recipe.data.label_column
-        if not isinstance(rows, Dataset) or column not in rows.column_names:
-            return rows
-        feature = rows.features[column]
-        named = feature.int2str if isinstance(feature, ClassLabel) else str
-        return rows.map(
-            lambda labels: {column: [named(label) for label in labels]},
-            batched=True,
-            input_columns=column,
-            features=Features({**rows.features, column: Value("string")}),
-            desc="Naming classes",
-        )
 
     def lines(self, rows: Dataset) -> Iterable[str] | None:
         """The texts; images need no vocabulary."""
@@ -157,9 +145,16 @@ class Classification(Task):
         numbers = {name: number for number, name in enumerate(self.classes)}
         targets = rows["target"][:]
         if unknown := sorted(set(targets) - numbers.keys()):
+            known = shortened(", ".join(self.classes))
             raise ValueError(
                 f"data.label_column={self.recipe.data.label_column}: the class {unknown[0]!r} of a "
-                f"held-out row is none of those in training ({shortened(', '.join(self.classes))})"
+                f"held-out row is none of those in training ({known}); "
+                "give more rows of it, or held-out files without it"
+            )
+        if len(self.classes) < 2:
+            raise ValueError(
+                f"data.label_column={self.recipe.data.label_column}: all training rows are of the "
+                f"class {self.classes[0]!r}: there is nothing to tell apart"
             )
         labels = [numbers[name] for name in targets]
         if "image" in rows.column_names:
@@ -176,6 +171,7 @@ class Classification(Task):
                 {**rows.features, "input_ids": List(Value("int32")), "too_long": Value("bool")}
             ),
             num_proc=self.recipe.data.num_proc,
+            new_fingerprint=cache_key("texts", rows._fingerprint, what_it_does(tokenizer), limit),
             desc="Encoding texts",
         )
         too_long = np.array(encoded["too_long"][:])
@@ -195,7 +191,7 @@ class Classification(Task):
         """A new encoder that names the classes."""
         sizes = dict(self.recipe.model)
         if tokenizer is None:
-            sizes["input_feature_size"] = train.features["input_features"].shape[1]
+            height, sizes["input_feature_size"] = train.features["input_features"].shape
             sizes["vocab_size"] = len(SPECIAL_TOKENS)  # none is read
         else:
             sizes["vocab_size"] = len(tokenizer)
@@ -206,6 +202,12 @@ class Classification(Task):
             id2label=dict(enumerate(self.classes)),
             label2id={name: number for number, name in enumerate(self.classes)},
         )
+        limit = config.max_position_embeddings
+        if tokenizer is None and config.position_embedding_type == "learned" and height > limit:
+            raise ValueError(
+                f"images of {height} rows are above the learned positions, "
+                f"model.max_position_embeddings={limit}"
+            )
         return TinyTFMForSequenceClassification(config)
 
     def plan(self, model: Any) -> list[tuple[str, str]]:
@@ -252,6 +254,31 @@ class Classification(Task):
     def next_step(self, folder: Path) -> str:
         """How to score it on other data."""
         return f"python scripts/evaluate_model.py {shlex.quote(str(folder))} --file FILE"
+
+
+def with_class_names(rows: PairSource, column: str) -> PairSource:
+    """A data set, or a Parquet file of one, with classes' names where it has numbers for them.
+
+    A row without a class (null, or -1 as in test sets whose classes are secret) has an empty name.
+    """
+    if str(rows).lower().endswith(".parquet") and Path(str(rows)).is_file():
+        kinds = Features.from_arrow_schema(pq.read_schema(str(rows)))
+        if not isinstance(kinds.get(column), ClassLabel):
+            return rows
+        rows = Dataset.from_parquet(str(rows))
+    if not isinstance(rows, Dataset) or not isinstance(rows.features.get(column), ClassLabel):
+        return rows
+    names = rows.features[column].names
+    return rows.map(
+        lambda labels: {
+            column: ["" if label is None or label < 0 else names[label] for label in labels]
+        },
+        batched=True,
+        input_columns=column,
+        features=Features({**rows.features, column: Value("string")}),
+        new_fingerprint=cache_key("names", rows._fingerprint, column, names),
+        desc="Naming classes",
+    )
 
 
 def natural_order(name: str) -> tuple[int, int, str]:
@@ -317,6 +344,7 @@ def read_images(
     """
     if isinstance(source, tuple):
         raise ValueError(f"{source[0]}: images come from one .npz or .parquet file")
+    columns: Any
     if isinstance(source, Dataset):
         where, columns = name or "the data set", source
     else:
@@ -329,14 +357,18 @@ def read_images(
             columns = Dataset.from_parquet(where)
         else:
             raise ValueError(f"{where}: images come from an .npz or a .parquet file")
-    there = columns.column_names if isinstance(columns, Dataset) else list(columns)
+    from_table = isinstance(columns, Dataset)
+    there = columns.column_names if from_table else list(columns)
     for key, column in (("image_column", image_column), ("label_column", label_column)):
         if column not in there:
             raise ValueError(f"{where}: no {column!r} (data.{key}); it has {', '.join(there)}")
-    pictures, labels = columns[image_column][:], columns[label_column][:]
-    grey = [
-        np.asarray(p.convert("L")) if hasattr(p, "convert") else np.asarray(p) for p in pictures
-    ]
+    labelled: Any = with_class_names(columns, label_column) if from_table else columns
+    pictures, labels = (
+        list(rows[name][:] if from_table else np.atleast_1d(rows[name]))
+        for rows, name in ((columns, image_column), (labelled, label_column))
+    )
+    names = [class_name(label, f"{where}, row {row}") for row, label in enumerate(labels, 1)]
+    grey = [grey_pixels(x, f"{where}, row {row}") for row, x in enumerate(pictures, 1)]
     shapes = {image.shape for image in grey}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2 or 0 in next(iter(shapes)):
         found = " and ".join(sorted(map(str, shapes))[:3])
@@ -352,10 +384,41 @@ def read_images(
     features = Features(
         {"image": Array2D(shape=images.shape[1:], dtype="uint8"), "target": Value("string")}
     )
-    content = {"image": images.astype(np.uint8), "target": [str(label) for label in labels]}
+    content = {"image": images.astype(np.uint8), "target": names}
     return Dataset.from_dict(content, features=features).with_format(
         "numpy", columns=["image"], output_all_columns=True
     )
+
+
+def class_name(label: Any, where: str) -> str:
+    """The name of a class, which is a text or a whole number.
+
+    Raises:
+        ValueError: If it is none, or there is none.
+    """
+    if isinstance(label, str) and label:
+        return label
+    if isinstance(label, int | float | np.number) and label >= 0 and label == int(label):
+        return str(int(label))
+    raise ValueError(f"{where}: {label!r} is no class: a text, or a whole number from 0 on")
+
+
+def grey_pixels(image: Any, where: str) -> np.ndarray:
+    """An image as an array; a picture in colour is turned to grey.
+
+    Raises:
+        ValueError: If its pixels have no order, or more than 8 bits.
+    """
+    if hasattr(image, "convert"):
+        if image.mode.startswith(("I", "F")):
+            raise ValueError(
+                f"{where}: a picture of mode {image.mode} has more than 8 bits a pixel"
+            )
+        return np.asarray(image.convert("L"))
+    try:
+        return np.asarray(image)
+    except ValueError as error:
+        raise ValueError(f"{where}: the rows of an image differ in length: {error}") from None
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -397,6 +460,13 @@ def load_images(
         for split, file in files.items()
     }
     train = splits["train"]
+    size = train.features["image"].shape
+    for split, rows in splits.items():
+        if rows.features["image"].shape != size:
+            raise ValueError(
+                f"the {split} split: images have {rows.features['image'].shape} rows and columns "
+                f"of pixels, those to train on {size}"
+            )
     end, share = len(train), round(HELD_OUT_IMAGES * len(train))
     missing = [split for split in ("test", "validation") if split not in splits]
     if missing and not share:

@@ -190,7 +190,7 @@ class CTranslate2Translator(Translator):
     Beam search ends once `num_beams` hypotheses are finished, as generate() does with
     `early_stopping=True`. Otherwise it goes on to `PATIENCE` times as many, which finds what
     generate() finds with `early_stopping="never"`; with transformers' default, False, generate()
-    gives up earlier, by a guess that CTranslate2 does not make, and a few outputs score less.
+    may give up a little earlier, by a guess that CTranslate2 does not make, and score less.
 
     Args:
         folder: What `exporting.export_model` wrote.

@@ -105,7 +105,7 @@ class SplitReport:
 Report = dict[str, SplitReport]
 
 
-def _fingerprint(*parts: object) -> str:
+def cache_key(*parts: object) -> str:
     """A cache key of the code that makes rows and of `parts`, which JSON can write."""
     here = Path(__file__)
     code = [_content_hash(str(file)) for file in (here, here.with_name("reading.py"))]
@@ -179,7 +179,7 @@ def _read(pairs: PairSource, columns: tuple[str, ...], split: str) -> Dataset:
         source, name = pairs, f"the {split} split"
         for column in columns:
             find_column(column, pairs.column_names, name)
-        fingerprint = _fingerprint("dataset", split, columns, pairs._fingerprint)
+        key = cache_key("dataset", split, columns, pairs._fingerprint)
     else:
         source = tuple(map(os.fspath, pairs if isinstance(pairs, tuple) else (pairs,)))
         name = " and ".join(source)
@@ -187,9 +187,9 @@ def _read(pairs: PairSource, columns: tuple[str, ...], split: str) -> Dataset:
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{path}: no such file, given for the {split} split")
         contents = [(Path(path).suffixes, _content_hash(path)) for path in source]
-        fingerprint = _fingerprint("file", split, columns, contents)
+        key = cache_key("file", split, columns, contents)
     arguments = {"pairs": source, "columns": columns, "name": name}
-    table = _cached_dataset(_file_rows, arguments, _FILE_ROWS, split, fingerprint)
+    table = _cached_dataset(_file_rows, arguments, _FILE_ROWS, split, key)
     if _column(table, "empty_side").all():
         raise ValueError(f"{name}: no pairs, each of {len(table):,} has an empty side")
     return table
@@ -273,7 +273,7 @@ def _add_references(dataset: Dataset, merge: bool) -> Dataset:
         batch_size=None,
         fn_kwargs={"merge": merge},
         features=_REFERENCES,
-        new_fingerprint=_fingerprint("references", dataset._fingerprint, merge),
+        new_fingerprint=cache_key("references", dataset._fingerprint, merge),
         desc="Collecting references",
     )
 
@@ -400,7 +400,7 @@ def _generated(
             {"split": split, **arguments},
             _TEXTS,
             split,
-            _fingerprint(generator.__name__, split, arguments, version),
+            cache_key(generator.__name__, split, arguments, version),
         )
         pairs = len(dataset)
         if split != "train":
@@ -491,7 +491,7 @@ def _encode_batch(
     return encoded
 
 
-def _what_it_does(tokenizer: Any) -> str:
+def what_it_does(tokenizer: Any) -> str:
     """All that decides a tokenizer's ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -548,7 +548,7 @@ def encode_pairs(
             )
     # The calls above have also reset the truncation and padding of earlier ones, which would
     # otherwise stand in the state and miss the cache.
-    state = _what_it_does(tokenizer)
+    state = what_it_does(tokenizer)
     settings = [*limits.values(), drop_too_long, getattr(tokenizer, "split_special_tokens", None)]
     workers = min(num_proc or 1, len(dataset))
     kept_columns = [SOURCE_COLUMN, TARGET_COLUMN] if keep_texts else []
@@ -559,7 +559,7 @@ def encode_pairs(
         remove_columns=[name for name in dataset.column_names if name not in kept_columns],
         features=Features({**_TOKENS, **{name: _TEXTS[name] for name in kept_columns}}),
         num_proc=workers if workers > 1 else None,
-        new_fingerprint=_fingerprint("tokens", dataset._fingerprint, state, settings, kept_columns),
+        new_fingerprint=cache_key("tokens", dataset._fingerprint, state, settings, kept_columns),
         desc="Encoding pairs",
     )
     long_source = _column(encoded, "source_too_long")

@@ -21,7 +21,15 @@ from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
 from .configuration_tinytfm import TinyTFMConfig
-from .data import PairSource, Report, SplitReport, load_pairs, token_lengths
+from .data import (
+    PairSource,
+    Report,
+    SplitReport,
+    cache_key,
+    load_pairs,
+    token_lengths,
+    what_it_does,
+)
 from .metrics import perplexity
 from .modeling_tinytfm import TinyTFMForCausalLM
 from .reports import shortened
@@ -136,6 +144,13 @@ class LanguageModel(Task):
             },
             features=Features(tokens if training else {**tokens, **told}),
             num_proc=data.num_proc,
+            new_fingerprint=cache_key(
+                "blocks",
+                rows._fingerprint,
+                what_it_does(tokenizer),
+                data.max_source_length,
+                training,
+            ),
             desc="Encoding texts",
         )
         return blocks, replace(report or SplitReport(pairs=len(rows)), blocks=len(blocks))
@@ -260,7 +275,7 @@ def load_texts(
     """
     # A text is read as a pair of itself: what pairs are checked for and split by holds for it, too.
     read = {
-        split: (file, file) if str(file).removesuffix(".gz").endswith(".txt") else file
+        split: (file, file) if str(file).lower().removesuffix(".gz").endswith(".txt") else file
         for split, file in files.items()
         if not isinstance(file, Dataset)
     }

@@ -141,4 +141,7 @@ def load_translator(names: Sequence[str | Path]) -> tuple[Any, Any]:
             tokenizer = load_tokenizer(name)
             return CTranslate2Translator(name, tokenizer), tokenizer
     models, tokenizers = zip(*map(load_model, names), strict=True)
+    for name, model in zip(names, models, strict=True):
+        if not model.config.is_encoder_decoder:
+            raise ValueError(f"{name} is a {type(model).__name__}, which does not translate")
     return models, same_vocabulary(tokenizers)

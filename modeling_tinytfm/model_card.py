@@ -432,7 +432,11 @@ def _how_to_use(name: str, facts: Facts, revision: str | None) -> Iterator[str]:
         result = "model.generate(**batch, max_new_tokens=200)"
     if config.input_feature_size:
         size = config.input_feature_size
-        batch = f'batch = {{"input_features": torch.randn(1, 7, {size})}}  # a row of 7 steps'
+        pixels = f"torch.randint(256, (1, 28, {size}))"  # of any number of rows
+        batch = (
+            f'batch = {{"input_features": {pixels} / 255}}'
+            "  # in place of your image: its rows of grey pixels, from 0 to 1"
+        )
     elif facts.has_tokenizer:
         batch = f'batch = tokenizer([{_quoted(source)}], return_tensors="pt", padding=True)'
     else:

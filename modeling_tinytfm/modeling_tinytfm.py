@@ -827,6 +827,8 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """Initialises, ties, and prepares for loading: the last line of every __init__."""
         self._tied_weights_keys = self.ties()
+        layers = {type(module).__name__ for module in self.modules()}
+        self._no_split_modules = [name for name in self._no_split_modules if name in layers]
         # Exactly what a checkpoint lacks: the Trainer warns of any other missing key on resuming.
         self._keys_to_ignore_on_save = list(self.get_expanded_tied_weights_keys(all_submodels=True))
         super().post_init()

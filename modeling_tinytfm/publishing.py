@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -241,16 +241,19 @@ def push(
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = set(api.list_repo_files(repo_id, revision=revision))
+        kept = _card_on_hub(api, repo_id, revision) if CARD_FILE in there else None
+        if kept is not None and is_generated(kept):  # what was said of the weights stays said
+            said = ModelCard(kept, ignore_metadata_errors=True).data.to_dict()
+            license = license or said.get("license")
+            languages = languages or said.get("language") or ()
         card = make_card(folder, repo_id, revision=revision, license=license, languages=languages)
         own = _text_of(folder / CARD_FILE)
         if own is not None and not is_generated(own) and not new_card:
             card = own
             say(f"{CARD_FILE} of {folder} is published as it was edited")
-        elif CARD_FILE in there and not new_card:
-            kept = _card_on_hub(api, repo_id, revision)
-            if kept is not None and not is_generated(kept) and _EMPTY_CARD not in kept:
-                card = ""
-                say(f"{CARD_FILE} of {repo_id} was edited there and stays")
+        elif kept is not None and not (new_card or is_generated(kept) or _EMPTY_CARD in kept):
+            card = ""
+            say(f"{CARD_FILE} of {repo_id} was edited there and stays")
         if card:
             files[CARD_FILE] = card.encode()
         outdated = sorted(name for name in there - files.keys() if _OUTDATED.fullmatch(name))
@@ -292,7 +295,7 @@ def push_space(
         page: HTML that loads nothing: the Space's `index.html`.
         repo_id: `owner/name`, or the name of one's own; made if it is not there.
         title: What the Hub calls it.
-        private: Whether only its owner may see a new Space.
+        private: Whether only its owner may see a new Space; if None, as a model of that name is.
         message: What the commit says.
         token: See `open_repository`.
 
@@ -300,18 +303,28 @@ def push_space(
         Its address.
 
     Raises:
-        ValueError: If the name is unusable, or nobody is logged in.
+        ValueError: If the name is unusable, nobody is logged in, or a Space of that name holds
+            something else, or is public although it should be private.
         OSError: If the Hub cannot be reached or refuses.
     """
     check_repo_id(repo_id)
     _check_login(repo_id, token)
     api = HfApi(token=token)
     # JSON's strings are YAML's, too, whatever the title holds.
-    card = f"---\ntitle: {json.dumps(title)}\nsdk: static\napp_file: index.html\n---\n"
+    card = f"---\ntitle: {json.dumps(title)}\nsdk: static\napp_file: index.html\n"
+    card += "tags:\n- tinytfm\n---\n"
     with _hub_errors(repo_id):
         if "/" not in repo_id:
             repo_id = f"{api.whoami()['name']}/{repo_id}"
-        if not api.repo_exists(repo_id, repo_type="space"):
+        if private is None and api.repo_exists(repo_id):
+            private = api.model_info(repo_id).private
+        if api.repo_exists(repo_id, repo_type="space"):
+            if private and not api.repo_info(repo_id, repo_type="space").private:
+                raise ValueError(f"the Space {repo_id} exists, and everybody can see it")
+            own = _card_on_hub(api, repo_id, None, "space")
+            if own is None or "tinytfm" not in own:
+                raise ValueError(f"the Space {repo_id} exists and holds something else")
+        else:
             api.create_repo(repo_id, repo_type="space", space_sdk="static", private=private)
         files = {CARD_FILE: card, "index.html": page}
         operations = [CommitOperationAdd(name, text.encode()) for name, text in files.items()]
@@ -335,9 +348,12 @@ def _text_of(file: Path) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
-def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+def _card_on_hub(
+    api: HfApi, repo_id: str, revision: str | None, repo_type: str | None = None
+) -> str | None:
     try:
-        return _text_of(Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)))
+        path = api.hf_hub_download(repo_id, CARD_FILE, revision=revision, repo_type=repo_type)
+        return _text_of(Path(path))
     except EntryNotFoundError:
         return None
 

@@ -185,6 +185,12 @@ def _check_what_changes(recipe: Recipe) -> None:
         return
     if arguments.get("max_steps", -1) <= 0:
         raise ValueError("data.streaming=true needs training.max_steps: a stream has no epochs")
+    for key in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if arguments.get(key) == "epoch":
+            raise ValueError(
+                f"training.{key}=epoch never comes with data.streaming=true: a stream has no "
+                "epochs; write steps"
+            )
     for key in ("generator", "group_column", "max_train_samples"):
         if getattr(data, key) is not None:
             raise ValueError(
@@ -367,7 +373,8 @@ def _check_across_sections(recipe: Recipe) -> None:
         return  # how many positions there are is known when it is loaded
     if effective("position_embedding_type") == "learned":
         lengths = ("max_source_length", "max_target_length")
-        for key in lengths if recipe.task == "seq2seq" else lengths[:1]:
+        read = {"seq2seq": lengths, "language_model": lengths[:1], "classification": lengths[:1]}
+        for key in read[recipe.task] if data.image_column is None else ():
             limit = getattr(data, key)
             if limit is None or limit > effective("max_position_embeddings"):
                 raise ValueError(

@@ -473,7 +473,8 @@ def refuse_unusable_key(section: str, key: Any, value: Any) -> None:
         raise ValueError(f"{section}.{key!r} is not a key of a recipe: keys are text")
     dotted = f"{section}.{key}"
     if dotted in REFUSED_KEYS:
-        raise ValueError(f"{dotted}={value!r} cannot be set: {REFUSED_KEYS[dotted]}")
+        shown = "..." if "token" in key and isinstance(value, str) else repr(value)  # a secret
+        raise ValueError(f"{dotted}={shown} cannot be set: {REFUSED_KEYS[dotted]}")
     keys = section_keys(section)
     if key in keys:
         return

@@ -65,6 +65,9 @@ def score_model(
             generation={},
         )
     task = TASKS[recipe.task](recipe)
+    for option, value in (("metrics", metrics), ("num_beams", num_beams)):
+        if value is not None and recipe.task != "seq2seq":
+            raise ValueError(f"{option}={value!r} means nothing to task={recipe.task}")
     rows = task.read()[0][split] if file is None else task.read_file(file)
     prefix = split if file is None else "file"
     model, tokenizer = load_model(folder)

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets
 from transformers import DataCollatorForSeq2Seq, TrainingArguments
 
+from .batching import PairBatchSampler
 from .configuration_tinytfm import TinyTFMConfig
 from .data import (
     Report,
@@ -127,6 +128,9 @@ class Seq2Seq(Task):
         data, dropout = self.recipe.data, self.recipe.tokenizer.bpe_dropout
         if self.stream is None and not dropout:
             return rows
+        options = batch_options(arguments, data.max_tokens)
+        if self.stream is None:
+            PairBatchSampler(*token_lengths(rows), **options)  # refuses a pair above the budget
         encoder = PairEncoder(
             tokenizer,
             max_source_length=data.max_source_length,
@@ -141,7 +145,7 @@ class Seq2Seq(Task):
             self.stream,
             encoder,
             rows,
-            **batch_options(arguments, data.max_tokens),
+            **options,
             buffer=data.streaming_buffer,
             held_out=self.held_out,
         )
@@ -158,6 +162,10 @@ class Seq2Seq(Task):
         config = model.config
         generation = dict(self.recipe.generation)
         penalty_form = generation.pop("length_penalty_form", None)
+        if generation.get("num_beams", 1) == 1:  # what is for beams alone would be refused
+            penalty_form = None
+            for name in ("length_penalty", "early_stopping"):
+                generation.pop(name, None)
         positions = math.inf
         if config.position_embedding_type == "learned":
             positions = config.max_position_embeddings

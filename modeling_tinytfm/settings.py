@@ -43,7 +43,9 @@ LOSS_METRICS: dict[str, MetricDescription] = {
     "perplexity": MetricDescription("exp(loss)", False),
     "token_accuracy": MetricDescription("share of target tokens predicted, teacher-forced", True),
     "bits_per_character": MetricDescription(
-        "cross-entropy of a text in bits, by its characters: comparable between vocabularies", False
+        "cross-entropy of a text in bits, by its characters: comparable between vocabularies "
+        "that leave no part of the text unknown",
+        False,
     ),
     "accuracy": MetricDescription("share of rows whose class is predicted, 0..1", True),
     "macro_f1": MetricDescription("mean over the classes of their F1 scores, 0..1", True),
@@ -99,7 +101,7 @@ class DataSettings:
     """Section `data`: where the pairs come from, and how they are cut and batched."""
 
     train_file: str | None = setting(
-        None, "pairs to train on: .tsv, .csv or .jsonl, plain or .gz, or .parquet", is_path=True
+        None, "rows to train on: .tsv, .csv or .jsonl, plain or .gz, or .parquet", is_path=True
     )
     validation_file: str | None = setting(
         None,

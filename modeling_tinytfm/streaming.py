@@ -100,6 +100,10 @@ class Stream:
         return Dataset(pa.concat_tables(tables), fingerprint=content.hexdigest())
 
 
+class BadStreamError(OSError, ValueError):
+    """What is wrong with a stream's rows, found while it trains; a person can mend it."""
+
+
 class PairStream(torch.utils.data.IterableDataset):
     """Batches of encoded pairs, without end: after the last row of the stream its first follows.
 
@@ -139,8 +143,14 @@ class PairStream(torch.utils.data.IterableDataset):
         """Batches of this process, or of one of its loader's workers.
 
         Raises:
-            ValueError: If a pass over the stream finds no row for it, or a row is no pair.
+            BadStreamError: If a pass over the stream finds no row for it, or a row is no pair.
         """
+        try:
+            yield from self._batches()
+        except ValueError as error:
+            raise BadStreamError(str(error)) from error
+
+    def _batches(self) -> Iterator[list[dict[str, Any]]]:
         worker = torch.utils.data.get_worker_info()
         workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
         shares = self.num_replicas * workers

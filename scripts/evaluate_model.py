@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     where.add_argument(
         "--split", choices=("validation", "test"), default="test", help="default: test"
     )
-    where.add_argument("--file", help="pairs as .tsv, .csv or .jsonl, plain or .gz, or as .parquet")
+    where.add_argument(
+        "--file",
+        help="rows as .tsv, .csv, .jsonl, plain or .gz, or .parquet; texts also .txt, images .npz",
+    )
     parser.add_argument("--metrics", nargs="+", help="default: the recipe's")
     parser.add_argument("--num-beams", type=int, help="width of the search (default: the model's)")
     parser.add_argument("--json", help="also write the scores, unrounded, into this file")

@@ -47,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiment = prepare(recipe, say=partial(print, flush=True))
     except PREPARATION_ERRORS as error:
         return report(error, 2)
+    except KeyboardInterrupt:
+        return report("stopped before training began", 130)
     try:
         if isinstance(experiment, Experiment):
             experiment.run()
     except (NonFiniteLossError, OSError) as error:
         return report(error, 1)
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # below the progress bar
         return report("stopped; training.resume_from_checkpoint=true continues this run", 130)
     return 0
 

@@ -14,8 +14,16 @@ from PIL import Image as Picture
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from modeling_tinytfm import experiment
-from modeling_tinytfm.classification import ImageCollator, load_images, natural_order, read_images
+from modeling_tinytfm.classification import (
+    ImageCollator,
+    class_name,
+    grey_pixels,
+    load_images,
+    natural_order,
+    read_images,
+)
 from modeling_tinytfm.experiment import prepare, run_recipe
+from modeling_tinytfm.loading import load_translator
 from modeling_tinytfm.metrics import class_scores
 from modeling_tinytfm.recipes import load_recipe
 from modeling_tinytfm.scoring import score_model
@@ -358,3 +366,77 @@ def test_class_scores_are_those_of_the_definitions():
         class_scores([], [])
     with pytest.raises(ValueError, match="zip"):
         class_scores([1], [])
+
+
+def test_what_would_stop_training_later_is_refused_before(tmp_path):
+    np.savez("digits.npz", **images(40))
+    wide = {"images": np.zeros((8, 6, 5), np.uint8), "labels": np.zeros(8, int)}
+    np.savez("wide.npz", **wide)
+    with pytest.raises(ValueError, match=r"the test split: images have \(6, 5\) .* on \(6, 4\)"):
+        prepare(recipe({**IMAGES, "test_file": "wide.npz"}))
+    learned = ("model.position_embedding_type=learned", "model.max_position_embeddings=4")
+    with pytest.raises(ValueError, match="images of 6 rows are above the learned positions"):
+        prepare(recipe(IMAGES, *learned))
+    enough = (*learned[:1], "model.max_position_embeddings=6", "training.output_dir=enough")
+    assert prepare(recipe(IMAGES, *enough)).trainer.model is not None
+    Path("one.jsonl").write_text('{"text": "a b", "label": "x"}\n' * 3)
+    files = dict.fromkeys(("train_file", "validation_file", "test_file"), "one.jsonl")
+    with pytest.raises(ValueError, match="all training rows are of the class 'x'"):
+        prepare(recipe(files, "training.output_dir=one"))
+
+
+@pytest.mark.parametrize("label", [None, float("nan"), -1, 0.5, [1, 0], b"a", ""])
+def test_what_is_no_class_is_refused_by_its_row(label):
+    with pytest.raises(ValueError, match=r"row 3: .* is no class"):
+        class_name(label, "row 3")
+
+
+def test_pictures_of_16_bits_are_not_clipped():
+    deep = Picture.fromarray(np.full((2, 2), 40_000, np.uint16))
+    with pytest.raises(ValueError, match="row 1: a picture of mode I;16 has more than 8 bits"):
+        grey_pixels(deep, "row 1")
+
+
+def test_a_parquet_file_names_its_classes_as_its_data_set_does():
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    rows = [{"text": row["text"], "label": int(row["label"] == "odd")} for row in texts(60)]
+    rows[5]["label"] = None
+    rows[6]["label"] = -1  # as where classes are secret
+    Dataset.from_list(rows, features=features).to_parquet("named.parquet")
+    prepared = prepare(recipe({"train_file": "named.parquet"}))
+    assert prepared.trainer.model.config.id2label == {0: "neg", 1: "pos"}
+    assert prepared.reports["train"].empty_side == 2
+    content = images(20)
+    pictures = [Picture.fromarray(image) for image in content["images"]]
+    labels = ClassLabel(names=["above", "below"])
+    columns = {"image": pictures, "label": content["labels"].tolist()}
+    named = Features({"image": Image(), "label": labels})
+    Dataset.from_dict(columns, features=named).to_parquet("pictures.parquet")
+    read = read_images("pictures.parquet", "image", "label")
+    assert read["target"][:3] == labels.int2str(content["labels"][:3].tolist())
+
+
+@pytest.mark.parametrize("task", ["classification", "language_model"])
+def test_b50_a_second_launch_encodes_nothing_again(task, tmp_path):
+    write_texts()
+    model = {"d_model": 8, "dropout": 0.0}
+    model |= {"encoder_layers": 1} if task == "classification" else {"decoder_layers": 1}
+    document = {"task": task, "threads": 1, "model": model, "training": TRAINING}
+    document["training"] = {"max_steps": 1, "disable_tqdm": True}
+    document |= {"tokenizer": {"kind": "word", "vocab_size": 60}}
+    document["data"] = {"train_file": "texts.jsonl"}
+    Path("tiny.yaml").write_text(yaml.safe_dump(document))
+    kept = []
+    for run in ("first", "second"):
+        prepare(load_recipe("tiny.yaml", [f"training.output_dir={run}"]))
+        kept.append(sorted(path.name for path in (tmp_path / "cache").rglob("*.arrow")))
+    assert kept[0] == kept[1] != []
+
+
+def test_options_of_translation_mean_nothing_to_a_classifier():
+    np.savez("digits.npz", **images(40))
+    run_recipe(recipe(IMAGES, "training.num_train_epochs=1"))
+    with pytest.raises(ValueError, match="num_beams=3 means nothing to task=classification"):
+        score_model("outputs/tiny", num_beams=3)
+    with pytest.raises(ValueError, match="which does not translate"):
+        load_translator(["outputs/tiny"])

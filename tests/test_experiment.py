@@ -878,6 +878,12 @@ def test_b39_what_a_limit_leaves_out_of_a_dictionary_is_counted(recipe, monkeypa
     assert reports["train"].over_max_train_samples == 9 - kept
 
 
+def test_one_beam_needs_nothing_that_is_for_several(recipe):
+    form = ("generation.length_penalty=0.6", "generation.early_stopping=true")
+    prepared = prepare(recipe(*form, "generation.num_beams=1"))
+    assert prepared.trainer.model.generation_config.num_beams == 1
+
+
 def test_the_papers_length_penalty_is_used_and_kept(recipe):
     form = ("generation.length_penalty_form=gnmt", "generation.length_penalty=2.0")
     run_recipe(recipe(*form, "generation.num_beams=3"))

@@ -1897,3 +1897,17 @@ def test_a_source_padded_on_the_left_needs_no_mask():
     mask[0, :3] = 0
     found = model(one_padded, decoder_input_ids=target).logits
     close(found, model(one_padded, mask, decoder_input_ids=target).logits, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head", "shape", "layers"),
+    [
+        (TinyTFMForConditionalGeneration, {}, ["TinyTFMEncoderLayer", "TinyTFMDecoderLayer"]),
+        (TinyTFMForCausalLM, {"is_decoder": True}, ["TinyTFMDecoderLayer"]),
+        (TinyTFMForSequenceClassification, {"is_decoder": False}, ["TinyTFMEncoderLayer"]),
+    ],
+)
+def test_only_layers_that_are_there_are_named_to_shard_by(head, shape, layers):
+    """FSDP refuses to wrap a layer that it does not find."""
+    model = tiny_model(head, is_encoder_decoder=not shape, **shape)
+    assert set(model._no_split_modules) == set(layers)

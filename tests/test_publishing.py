@@ -958,3 +958,11 @@ print(os.path.exists("it-ran"))
         model, tokenizer = load_model(name)
         assert translate(model, tokenizer, ["1 2 3"]) == ["3 2 1"]
     assert not Path("it-ran").exists()
+
+
+def test_a_licence_once_stated_stays(hub, run_folder, said):
+    push(run_folder, "ada/licensed", license="mit", languages=["en", "de"], say=said.append)
+    push(run_folder, "ada/licensed", say=said.append)
+    card = ModelCard(hub.files("ada/licensed")["README.md"].decode()).data
+    assert card.license == "mit"
+    assert card.language == ["en", "de"]

@@ -452,6 +452,21 @@ def test_keys_of_another_task_are_refused_by_name(load, overrides, told):
         load(PAIRS, *overrides)
 
 
+@pytest.mark.parametrize("key", ["hub_token", "push_to_hub_token"])
+def test_a_token_is_not_said_again(load, key):
+    with pytest.raises(ValueError, match=r"=\.\.\. cannot be set: .*hf auth login") as error:
+        load(PAIRS, f"training.{key}=hf_abcdef123")
+    assert "abcdef" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["eval_strategy", "save_strategy"])
+def test_a_stream_has_no_epochs_to_wait_for(load, key):
+    stream = ("data.streaming=true", "training.max_steps=9")
+    load(PAIRS, *stream, f"training.{key}=steps")
+    with pytest.raises(ValueError, match=rf"training\.{key}=epoch never comes with data\.stream"):
+        load(PAIRS, *stream, f"training.{key}=epoch")
+
+
 def test_text_metrics_are_those_of_texts(load):
     assert load(PAIRS).evaluation.metrics == list(TEXT_METRICS)
     for task in ("classification", "language_model"):

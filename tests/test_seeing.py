@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from huggingface_hub import HfApi
 from test_publishing import finished_run, hub, run_folder, runpy_script  # noqa: F401 - fixtures
 from test_translation import digits  # noqa: F401 - a fixture
 from tiny import redraw, tiny_config, tiny_model
@@ -649,7 +650,9 @@ def test_a_space_shows_the_page(hub, run_folder, capsys):  # noqa: F811
     assert set(files) == {".gitattributes", "README.md", "index.html"}
     card = yaml.safe_load(files["README.md"].decode().split("---")[1])
     backwards = " ".join(reversed(TEXT.split()))
-    assert card == {"title": f"{TEXT} → {backwards}", "sdk": "static", "app_file": "index.html"}
+    title = f"{TEXT} → {backwards}"
+    sdk = {"sdk": "static", "app_file": "index.html", "tags": ["tinytfm"]}
+    assert card == {"title": title, **sdk}
     header = page_in(files["index.html"].decode())
     assert (header["source_text"], header["target_text"]) == (TEXT, backwards)
     assert "model.safetensors" in hub.files("ada/mine")
@@ -658,3 +661,23 @@ def test_a_space_shows_the_page(hub, run_folder, capsys):  # noqa: F811
     assert len(hub.repositories["spaces/ada/mine"].messages) == 3
     assert push.main([str(run_folder), "ada/other", "--space", "1 " * 200]) == 2
     assert "ada/other" not in hub.repositories
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Use 'content=<...>':DeprecationWarning"
+)  # as in test_publishing
+def test_a_space_is_as_private_as_its_model_and_takes_nobodys_place(hub, run_folder, capsys):  # noqa: F811
+    push = runpy_script("push_to_hub")
+    assert push.main([str(run_folder), "ada/hidden", "--private"]) == 0
+    assert push.main([str(run_folder), "ada/hidden", "--space", "1 2"]) == 0
+    assert hub.repositories["spaces/ada/hidden"].private
+    api = HfApi()
+    api.create_repo("ada/app", repo_type="space", space_sdk="gradio")
+    before = len(hub.repositories["spaces/ada/app"].messages)
+    assert push.main([str(run_folder), "ada/app", "--space", "1 2", "--private"]) == 2
+    assert "the Space ada/app exists, and everybody can see it" in capsys.readouterr().err
+    assert push.main([str(run_folder), "ada/app2", "--space", "1 2"]) == 0
+    api.create_repo("ada/app3", repo_type="space", space_sdk="gradio")
+    assert push.main([str(run_folder), "ada/app3", "--space", "1 2"]) == 2
+    assert "the Space ada/app3 exists and holds something else" in capsys.readouterr().err
+    assert len(hub.repositories["spaces/ada/app"].messages) == before

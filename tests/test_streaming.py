@@ -24,7 +24,7 @@ from modeling_tinytfm.data import text_key
 from modeling_tinytfm.encoding import PairEncoder
 from modeling_tinytfm.experiment import prepare, run_recipe
 from modeling_tinytfm.recipes import load_recipe
-from modeling_tinytfm.streaming import PairStream, Stream
+from modeling_tinytfm.streaming import BadStreamError, PairStream, Stream
 from modeling_tinytfm.tokenization import train_tokenizer
 
 
@@ -426,3 +426,25 @@ def test_b50_two_processes_feed_different_rows(recipe, launch, tmp_path, workers
     assert set(fed.values()) == {1}
     assert not fed.keys() & set(ranks[0]["held out"])
     assert [rank["left over"] for rank in ranks] == [0, 0]
+
+
+def test_a_bad_row_behind_the_front_ends_training_with_one_line(monkeypatch, tmp_path):
+    """Not with a traceback, after days."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{number} 1 2\t2 1 {number}\n" for number in range(60)]
+    Path("pairs.tsv").write_text("".join(rows) + "one column only\n")
+    Path("held.tsv").write_text("".join(rows[:4]))
+    document = {
+        "threads": 1,
+        "model": {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8}
+        | {"decoder_ffn_dim": 8, "encoder_attention_heads": 1, "decoder_attention_heads": 1},
+        "tokenizer": {"kind": "character", "vocab_size": 40},
+        "data": {"streaming": True, "streaming_sample": 20, "streaming_buffer": 10}
+        | {"train_file": "pairs.tsv", "validation_file": "held.tsv", "test_file": "held.tsv"},
+        "training": {"max_steps": 50, "per_device_train_batch_size": 4, "disable_tqdm": True},
+    }
+    Path("stream.yaml").write_text(yaml.safe_dump(document))
+    prepared = prepare(load_recipe("stream.yaml"))
+    with pytest.raises(BadStreamError, match=r"pairs\.tsv, line 61: 1 of 2 columns"):
+        prepared.run()
+    assert issubclass(BadStreamError, OSError)  # which train.py tells in one line
