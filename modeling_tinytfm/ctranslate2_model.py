@@ -188,7 +188,7 @@ class CTranslate2Translator(Translator):
     """An exported model, run by CTranslate2.
 
     Beam search ends once `num_beams` hypotheses are finished, as generate() does with
-    `early_stopping=True`. Otherwise it goes on to `PATIENCE` times as many, which finds what
+    `early_stopping=True`. For the best one alone it otherwise goes on to more, which finds what
     generate() finds with `early_stopping="never"`; with transformers' default, False, generate()
     may give up a little earlier, by a guess that CTranslate2 does not make, and score less.
 
@@ -386,7 +386,7 @@ def search_options(
             )
     return {
         "beam_size": num_beams,
-        "patience": 1 if early_stopping is True or num_beams == 1 else PATIENCE,
+        "patience": 1 if early_stopping is True or num_beams == 1 or n_best > 1 else PATIENCE,
         "length_penalty": float(settings.get("length_penalty", 1.0)),
         "max_decoding_length": longest,
         "min_decoding_length": min(shortest, longest),

@@ -80,9 +80,9 @@ def look(
         raise ValueError(f"detail={detail!r} is unknown: choose one of {', '.join(DETAILS)}")
     if tokenizer is None:
         raise ValueError("tokenizer=None: a model that reads features has no tokens to show")
-    for name, value in (("num_beams", num_beams), ("max_new_tokens", max_new_tokens)):
+    for limit, value in (("num_beams", num_beams), ("max_new_tokens", max_new_tokens)):
         if value is not None and value < 1:
-            raise ValueError(f"{name}={value} is not at least 1")
+            raise ValueError(f"{limit}={value} is not at least 1")
     if target is not None and (num_beams is not None or max_new_tokens is not None):
         raise ValueError("num_beams and max_new_tokens have no use where a target is given")
     stacks = find_stacks(model, layers)

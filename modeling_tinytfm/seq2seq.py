@@ -162,7 +162,7 @@ class Seq2Seq(Task):
         config = model.config
         generation = dict(self.recipe.generation)
         penalty_form = generation.pop("length_penalty_form", None)
-        if generation.get("num_beams", 1) == 1:  # what is for beams alone would be refused
+        if generation.get("num_beams") == 1:  # an override: what the recipe says for beams rests
             penalty_form = None
             for name in ("length_penalty", "early_stopping"):
                 generation.pop(name, None)

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from tiny import reversal_batch, tiny_config
+from transformers.utils import logging
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration
 
@@ -19,6 +20,10 @@ from modeling_tinytfm import TinyTFMForConditionalGeneration
 def _repeatable():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    # Commands that run in this process ask for less to be said.
+    verbosity = logging.get_verbosity()
+    yield
+    logging.set_verbosity(verbosity)
 
 
 @pytest.fixture(scope="session")

@@ -223,7 +223,7 @@ def test_translate_takes_the_folder_with_the_same_options(
         ["--scores", "--batch-tokens", "20"],
         ["--max-new-tokens", "5", "--num-beams", "1"],
         ["--num-beams", "1", "--prefix", "w4 w5", "--alignments"],
-        ["--length-penalty", "0", "--n-best", "3"],
+        ["--length-penalty", "0.5", "--n-best", "3"],
         ["--num-beams", "1", "--length-penalty-form", "gnmt", "--length-penalty", "2", "--scores"],
     ):
         status, expected, _ = run(saved, *options)
