@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator, DistributedType, PartialState
+from packaging.version import Version
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainingArguments
+
+FIRST_VERSION = "5.24.0"  # of transformers: the first that was tried and works
 
 
 def shard_on_cpus_too(arguments: TrainingArguments) -> None:
@@ -41,6 +45,11 @@ def check_sharding(accelerator: Accelerator) -> None:
         ValueError: With what to write instead.
     """
     plugin: Any = accelerator.state.fsdp_plugin
+    if Version(transformers.__version__) < Version(FIRST_VERSION):
+        raise ValueError(
+            f"transformers {transformers.__version__} saves sharded models by its main process "
+            f"alone: install transformers>={FIRST_VERSION}"
+        )
     if plugin.fsdp_version != 2:
         raise ValueError(
             f"fsdp_version={plugin.fsdp_version}: transformers gives it up; write fsdp_version: 2 "
