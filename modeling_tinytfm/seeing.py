@@ -100,7 +100,8 @@ def look(
         else:
             start = start_id(model)
         check_length("target", len(written), layers)
-        model.set_attn_implementation("eager")
+        for part in parts(model):
+            part.set_attn_implementation("eager")
         sight = Sight(model, source_ids, start, written, stacks)
         sight.measure(detail)
     special = [*tokenizer.all_special_ids, start]
@@ -207,13 +208,20 @@ def generate(model: Any, source_ids: Tensor, limits: dict[str, Any]) -> list[int
     return output
 
 
+def parts(model: Any) -> list[PreTrainedModel]:
+    """The model and its stacks; older transformers leave a stack with its own config as it was."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
 @contextmanager
 def as_it_was(model: Any) -> Iterator[None]:
-    """Evaluation mode inside; the mode and the attention implementation of before afterwards."""
-    was_training, implementation = model.training, model.config._attn_implementation
+    """Evaluation mode inside; the mode and the attention implementations of before afterwards."""
+    was_training = model.training
+    implementations = [(part, part.config._attn_implementation) for part in parts(model)]
     model.eval()
     try:
         yield
     finally:
-        model.set_attn_implementation(implementation)
+        for part, implementation in implementations:
+            part.set_attn_implementation(implementation)
         model.train(was_training)
