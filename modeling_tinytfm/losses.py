@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from .modeling_tinytfm import TinyTFMForConditionalGeneration, check_labels, mean_loss, shift_right
 
-ROWS = 256  # targets whose logits are in memory together: few enough for a processor's cache
+MOST_ROWS, FEWEST_ROWS = 512, 128  # targets whose logits are in memory together
+MOST_LOGITS = 2**23  # for which large vocabularies go below MOST_ROWS
 
 
 def smoothed_loss(
@@ -39,7 +40,9 @@ def smoothed_loss(
 class ProjectedLoss(torch.autograd.Function):
     """Summed smoothed cross-entropy of x W^T + b, some rows at a time, with its gradients.
 
-    Each gradient is known as soon as the logits are: p minus the target's distribution.
+    Each gradient is known as soon as the logits are: p minus the target's distribution. Of that,
+    what smoothing takes from all words alike never meets the logits: it is one number times the
+    sums of W and x. The memory of the logits is taken once and used by all rows in turn.
     `torch.nn.functional.linear_cross_entropy` (torch 2.13) knows no smoothing in pieces, and on a
     CPU no bfloat16.
     """
@@ -52,32 +55,52 @@ class ProjectedLoss(torch.autograd.Function):
         device, dtype = x_ND.device.type, x_ND.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        multiplied_VD = weight_VD.to(dtype)
-        vocab_size = len(weight_VD)
-        total = x_ND.new_zeros((), dtype=torch.float32)
-        x_grad, weight_grad = torch.empty_like(x_ND), torch.zeros_like(weight_VD)
-        bias_grad = None if bias_V is None else torch.zeros_like(bias_V)
-        for start in range(0, len(x_ND), ROWS):
-            rows = slice(start, start + ROWS)
-            x_RD, labels_R1 = x_ND[rows].to(dtype), labels_N[rows, None]
-            with torch.autocast(device, enabled=False):
-                logits_RV = (x_RD @ multiplied_VD.T).float()
+        N, V = len(x_ND), len(weight_VD)
+        share = e / V
+        most = max(1, min(N, MOST_ROWS, max(FEWEST_ROWS, MOST_LOGITS // V)))
+        with torch.autocast(device, enabled=False):
+            multiplied_ND, multiplied_VD = x_ND.to(dtype), weight_VD.to(dtype)
+            products = x_ND.new_empty(most, V, dtype=dtype)
+            logits = products if dtype == torch.float32 else products.float()
+            log_p = torch.empty_like(logits)
+            total = x_ND.new_zeros((), dtype=torch.float32)
+            x_grad, weight_grad = torch.empty_like(multiplied_ND), torch.zeros_like(weight_VD)
+            bias_grad = None if bias_V is None else torch.zeros_like(bias_V)
+            for start in range(0, N, most):
+                x_RD, labels_R1 = (
+                    t[start : start + most] for t in (multiplied_ND, labels_N[:, None])
+                )
+                products_RV, logits_RV, log_p_RV = (
+                    t[: len(x_RD)] for t in (products, logits, log_p)
+                )
+                torch.mm(x_RD, multiplied_VD.T, out=products_RV)
+                if logits is not products:
+                    logits_RV.copy_(products_RV)
                 if bias_V is not None:
                     logits_RV += bias_V
-                p_RV = logits_RV.softmax(dim=-1)
-                # log(sum(exp(x))) by the largest x, whose p cannot be 0.
-                log_sum_R = logits_RV.amax(dim=-1) - p_RV.amax(dim=-1).log()
-                total += log_sum_R.sum() - (1 - e) * logits_RV.gather(1, labels_R1).sum()
-                grad_RV = p_RV
-                if e:
-                    total -= e / vocab_size * logits_RV.sum()
-                    grad_RV -= e / vocab_size
+                torch.log_softmax(logits_RV, dim=-1, out=log_p_RV)
+                label_log_p_R1 = log_p_RV.gather(1, labels_R1)
+                total -= (1 - e) * label_log_p_R1.sum()
+                if e:  # log(sum(exp(x))), from the label's own two scores
+                    total += e * (logits_RV.gather(1, labels_R1) - label_log_p_R1).sum()
+                grad_RV = log_p_RV.exp_()
                 grad_RV.scatter_add_(1, labels_R1, grad_RV.new_full(labels_R1.shape, e - 1))
                 if bias_grad is not None:
                     bias_grad += grad_RV.sum(dim=0)
-                grad_RV = grad_RV.to(dtype)
-                x_grad[rows] = grad_RV @ multiplied_VD
+                if logits is not products:
+                    grad_RV = products_RV.copy_(grad_RV)
+                torch.mm(grad_RV, multiplied_VD, out=x_grad[start : start + most])
                 weight_grad += grad_RV.T @ x_RD
+            x_grad = x_grad.to(x_ND.dtype)
+            if e:
+                x_sum_D = x_ND.sum(dim=0, dtype=torch.float32)
+                weight_sum_D = weight_VD.sum(dim=0, dtype=torch.float32)
+                total -= share * (x_sum_D @ weight_sum_D)
+                x_grad -= (share * weight_sum_D).to(x_grad.dtype)
+                weight_grad -= (share * x_sum_D).to(weight_grad.dtype)
+                if bias_V is not None and bias_grad is not None:
+                    total -= share * N * bias_V.sum(dtype=torch.float32)
+                    bias_grad -= share * N
         ctx.save_for_backward(x_grad, weight_grad, bias_grad)
         return total
 

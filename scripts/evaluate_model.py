@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Threads that spin while they wait take the cores from whatever else runs on this machine, and a
-# busy machine then works 20 times slower. OpenMP reads this when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in train.py: threads that wait neither sleep at once nor spin for long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
 os.environ.setdefault("TQDM_DELAY", "1")
 

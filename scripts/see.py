@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# As in translate.py: threads that spin while they wait slow down a busy machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in train.py: threads that wait neither sleep at once nor spin for long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from transformers.utils import logging
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from itertools import islice, repeat, zip_longest
 from typing import Any, TextIO
 
-# Threads that spin while they wait take the cores from whatever else runs on this machine, and a
-# busy machine then works 20 times slower. OpenMP reads this when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in train.py: threads that wait neither sleep at once nor spin for long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from transformers.utils import logging
 

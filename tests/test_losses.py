@@ -11,7 +11,7 @@ every_smoothing = pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 
 @pytest.fixture(autouse=True)
 def _several_pieces(monkeypatch):
-    monkeypatch.setattr(losses, "ROWS", 4)
+    monkeypatch.setattr(losses, "MOST_ROWS", 4)
 
 
 def batch(*target_lengths):
