@@ -399,7 +399,7 @@ function framed(view) {
   p.shapes.push({ is: "rect", x: 0, y: 0, w: p.width, h: 0, fill: ink.card });
   p.text(margin, margin + 12, `${view.title} · ${sentence}`, { size: 16, weight: 600 });
   const y = margin + 36;
-  for (const shape of inner.shapes) p.shapes.push(across(moved(shape, y), margin));
+  for (const shape of inner.shapes) p.shapes.push(moved(shape, margin, y));
   let end = y + inner.height + 22;
   for (const line of [
     ...wrapped(view.words ? view.words() : spotlightWords(), inner.width, 13),
@@ -411,22 +411,6 @@ function framed(view) {
   }
   p.height = p.shapes[0].h = Math.ceil(end + margin - 16);
   return p;
-}
-function across(shape, dx) {
-  if (shape.is !== "path") return { ...shape, x: shape.x + dx };
-  return {
-    ...shape,
-    d: shape.d.replace(
-      /([MLC])([^A-Za-z]+)/g,
-      (_, letter, list) =>
-        letter +
-        list
-          .trim()
-          .split(/[\s,]+/)
-          .map((v, i) => (i % 2 ? v : +v + dx))
-          .join(","),
-    ),
-  };
 }
 
 function savePNG(view) {

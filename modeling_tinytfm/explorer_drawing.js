@@ -395,6 +395,19 @@ function svgOf(picture, title) {
   return parts.join("\n") + "\n</svg>\n";
 }
 
+// The same shape elsewhere. Of the letters that paths here use, M, L and C hold absolute pairs.
+function moved(shape, dx, dy) {
+  if (shape.is !== "path") return { ...shape, x: shape.x + dx, y: shape.y + dy };
+  const pairs = (_, letter, list) =>
+    letter +
+    list
+      .trim()
+      .split(/[\s,]+/)
+      .map((v, i) => +v + (i % 2 ? dy : dx))
+      .join(",");
+  return { ...shape, d: shape.d.replace(/([MLC])([^A-Za-z]+)/g, pairs) };
+}
+
 // Selection
 
 const state = { kind: "cross", layer: 0, head: 0, query: 0, key: 0, temperature: 1, pair: 0 };

@@ -843,25 +843,8 @@ function stream(p) {
   const lower = new Picture(p.width);
   unitsAndPath(lower);
   const y = p.height + 28;
-  for (const shape of lower.shapes) p.shapes.push(moved(shape, y));
+  for (const shape of lower.shapes) p.shapes.push(moved(shape, 0, y));
   p.reach(y + lower.height);
-}
-function moved(shape, dy) {
-  if (shape.is !== "path") return { ...shape, y: shape.y + dy };
-  // Of the letters that paths here use, M, L and C hold absolute pairs.
-  return {
-    ...shape,
-    d: shape.d.replace(
-      /([MLC])([^A-Za-z]+)/g,
-      (_, letter, list) =>
-        letter +
-        list
-          .trim()
-          .split(/[\s,]+/)
-          .map((v, i) => (i % 2 ? +v + dy : v))
-          .join(","),
-    ),
-  };
 }
 
 // View 6: layer by layer

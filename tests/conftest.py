@@ -1,5 +1,6 @@
 """Fixtures that several test modules share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -8,12 +9,13 @@ import sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import datasets
 import pytest
 import torch
 from tiny import reversal_batch, tiny_config
 from transformers.utils import logging
 
-from modeling_tinytfm import TinyTFMForConditionalGeneration
+from modeling_tinytfm import TinyTFMForConditionalGeneration, experiment
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,19 @@ def _repeatable():
     verbosity = logging.get_verbosity()
     yield
     logging.set_verbosity(verbosity)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A working folder and a cache of its own, and nothing left of what a run sets."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    # What takes longest in runs as small as these: curves, and searching all objects for garbage.
+    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
+    gc.freeze()
+    yield tmp_path
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

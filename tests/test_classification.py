@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -13,7 +12,6 @@ from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as Picture
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from modeling_tinytfm import experiment
 from modeling_tinytfm.classification import (
     ImageCollator,
     class_name,
@@ -48,14 +46,7 @@ TRAINING = {
 }
 
 
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def recipe(data: dict, *overrides: str):

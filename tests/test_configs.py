@@ -6,7 +6,6 @@ import random
 import re
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
 from test_readme import block_with, run
 
-from modeling_tinytfm import TinyTFMConfig, TinyTFMForConditionalGeneration, experiment, seq2seq
+from modeling_tinytfm import TinyTFMConfig, TinyTFMForConditionalGeneration, seq2seq
 from modeling_tinytfm.data import SplitReport, cmudict_pairs
 from modeling_tinytfm.experiment import run_recipe
 from modeling_tinytfm.recipes import load_recipe
@@ -25,14 +24,7 @@ RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 SLOW = {"iwslt14_de_en", "wmt14_en_de_base", "wmt14_en_de_big"}
 
 
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def sentences(count: int, first: int = 0) -> list[str]:

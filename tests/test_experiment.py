@@ -1,6 +1,5 @@
 """Tests of modeling_tinytfm.experiment: a recipe, run, leaves a folder that loads anywhere."""
 
-import gc
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
+from tiny import TINIEST
 from transformers import AutoTokenizer, GenerationConfig, TrainerControl, TrainerState
 
 from modeling_tinytfm import (
@@ -36,15 +36,7 @@ from modeling_tinytfm.translation import translate_n_best
 
 RECIPE = {
     "threads": 1,
-    "model": {
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    },
+    "model": TINIEST,
     "tokenizer": {"kind": "word", "vocab_size": 40},
     "training": {
         "max_steps": 4,
@@ -65,17 +57,7 @@ RECIPE = {
 draw_curves = experiment.draw_curves
 
 
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    """A working folder and a cache of its own, and nothing left of what a run sets."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    # What takes longest in runs as small as these: curves, and searching all objects for garbage.
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
-    gc.freeze()
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import math
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,6 @@ import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from modeling_tinytfm import experiment
 from modeling_tinytfm.experiment import prepare, run_recipe
 from modeling_tinytfm.language_modeling import load_texts
 from modeling_tinytfm.recipes import load_recipe
@@ -44,14 +42,7 @@ RECIPE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def counting(count: int = 26) -> list[str]:

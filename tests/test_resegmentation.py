@@ -16,7 +16,7 @@ import torch
 import yaml
 from datasets import Dataset
 from test_training import arguments, fork_server, launch  # noqa: F401 - fixtures, too
-from tiny import tiny_config
+from tiny import TINIEST, tiny_config
 from transformers import DataCollatorForSeq2Seq, TrainerCallback, set_seed
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration, experiment
@@ -290,15 +290,7 @@ def test_training_goes_on_in_the_epoch_where_it_stopped(
 
 RECIPE = {
     "threads": 1,
-    "model": {
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    },
+    "model": TINIEST,
     "tokenizer": {"kind": "bpe", "vocab_size": 80, "bpe_dropout": 0.3},
     "data": {"train_file": "pairs.tsv", "max_tokens": 1000},
     "training": {
@@ -315,19 +307,14 @@ RECIPE = {
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
+def recipe(workplace):
     Path("pairs.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in PAIRS))
 
     def make(*overrides: str):
         Path("tiny.yaml").write_text(yaml.safe_dump(RECIPE))
         return load_recipe("tiny.yaml", overrides)
 
-    yield make
-    torch.set_num_threads(1)
+    return make
 
 
 def test_no_tokenizer_of_a_run_carries_the_dropout(recipe):

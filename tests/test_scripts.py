@@ -1,6 +1,5 @@
 """Tests of scripts/: what a person types, reads and pipes."""
 
-import gc
 import hashlib
 import importlib.util
 import io
@@ -18,7 +17,6 @@ from pathlib import Path
 import datasets
 import psutil
 import pytest
-import torch
 import yaml
 from test_experiment import RECIPE, files, same, weights, write_pairs
 from test_translation import digits, random_lines  # noqa: F401 - digits is a fixture
@@ -52,16 +50,11 @@ train, translating, evaluating, averaging = map(
 
 
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    # Bars of less than a second, which a process of its own does not show.
+def _no_bars(workplace):
+    """Bars of less than a second, which a process of its own does not show."""
     datasets.disable_progress_bars()
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
-    gc.freeze()  # the Trainer searches all objects for garbage
     yield
     datasets.enable_progress_bars()
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

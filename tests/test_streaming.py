@@ -17,6 +17,7 @@ import yaml
 from datasets import load_dataset
 from safetensors.torch import load_file
 from test_training import fork_server, launch  # noqa: F401 - fixtures
+from tiny import TINIEST
 from torch.utils.data import DataLoader
 
 from modeling_tinytfm import experiment
@@ -236,15 +237,7 @@ def test_the_front_is_the_first_rows_and_known_again(tmp_path):
 
 RECIPE = {
     "threads": 1,
-    "model": {
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    },
+    "model": TINIEST,
     "tokenizer": {"kind": "word", "vocab_size": 400},
     "data": {
         "train_file": "pairs.tsv",
@@ -271,18 +264,14 @@ RECIPE = {
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(experiment, "draw_curves", lambda *_, **__: None)
+def recipe(workplace):
     Path("pairs.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in PAIRS))
 
     def make(*overrides: str):
         Path("tiny.yaml").write_text(yaml.safe_dump(RECIPE))
         return load_recipe("tiny.yaml", overrides)
 
-    yield make
-    torch.set_num_threads(1)
+    return make
 
 
 def watch(prepared) -> list[list[tuple[str, str]]]:

@@ -20,6 +20,17 @@ TINY = {
     "decoder_start_token_id": 0,
 }
 
+# The `model` section of recipes that only have to run.
+TINIEST = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+}
+
 
 def tiny_config(**changes) -> TinyTFMConfig:
     """A config small enough for every test; no dropout."""
