@@ -32,8 +32,15 @@ const VIEWS = [
     words: headWords,
     needs: [],
     lead: () =>
-      "One map for each head: rows look, columns are looked at; darker is more (in the dark: brighter), by the square root of the weight. The bar below says how far the log-probability of the whole output falls when that head is switched off. Choose one.",
-    care: () => "A head that changes nothing here may matter for other sentences.",
+      "One map for each head: rows look, columns are looked at; darker is more (in the dark: brighter), by the square root of the weight." +
+      (array("off." + state.kind)
+        ? " The bar below says how far the log-probability of the whole output falls when that head is switched off."
+        : "") +
+      " Choose one.",
+    care: () =>
+      array("off." + state.kind)
+        ? "A head that changes nothing here may matter for other sentences."
+        : "A map says where a head looks, not whether the output needs it: no head was switched off for this page.",
   },
   {
     id: "vectors",

@@ -3,8 +3,8 @@
 // View 1: who attends to whom
 
 const chipWidth = (text, size = 14, weight = 400) => Math.max(34, widthOf(text, size, weight) + 22);
-function fitted(token, width, size, weight) {
-  for (let most = 12; most > 2; most--) {
+function fitted(token, width, size, weight, most = 12) {
+  for (; most > 2; most--) {
     const text = label(token, most);
     if (widthOf(text, size, weight) <= width) return text;
   }
@@ -425,11 +425,11 @@ function strips(p) {
       null,
     );
   };
-  const cut = p.width < 560 ? 5 : 10;
-  strip(0, "query", isolate(label(rows[query], cut)), q, shared);
-  strip(56, "key", isolate(label(columns[key], cut)), k, shared);
+  const fit = (token) => isolate(fitted(token, left - 8, 11));
+  strip(0, "query", fit(rows[query]), q, shared);
+  strip(56, "key", fit(columns[key]), k, shared);
   strip(112, p.width < 560 ? "q × k" : "query × key", "one by one", product, biggest(product));
-  strip(168, "value", isolate(label(columns[key], cut)), v, biggest(v));
+  strip(168, "value", fit(columns[key]), v, biggest(v));
   // All keys: where the softmax puts this one.
   const chosen = columns
     .map((_, j) => j)
@@ -449,7 +449,7 @@ function strips(p) {
     const y = y0 + 20 + n * 24,
       on = j === key,
       x = xs[2] + (wide ? 0 : 24);
-    p.text(xs[0], y, isolate(label(columns[j], wide ? 9 : 5)), {
+    p.text(xs[0], y, isolate(fitted(columns[j], wide ? 76 : 36, 14, on ? 700 : 400)), {
       weight: on ? 700 : 400,
       fill: on ? ink.warm : ink.ink,
     });
@@ -666,12 +666,13 @@ function streamRows(p) {
       });
       p.text(columns.angle + 30, y + 27, Math.round(degrees) + "°", { size: 12 });
     }
+    const w = wide ? 150 : p.width * 0.32 - 8,
+      base = wide ? y + 36 : y + 54,
+      x0 = columns.bell,
+      end = range[r * T + t].toFixed(1);
     const bell = (counts, filled) => {
       const list = Array.from(counts.data.subarray((r * T + t) * bins, (r * T + t + 1) * bins)),
-        top = Math.max(...list),
-        w = wide ? 150 : p.width * 0.32 - 8,
-        base = wide ? y + 36 : y + 54,
-        x0 = columns.bell;
+        top = Math.max(...list);
       let d = "";
       list.forEach((v, i) => {
         d += (i ? "L" : "M") + (x0 + (i * w) / (bins - 1)) + "," + (base - (v / top) * 28);
@@ -680,15 +681,11 @@ function streamRows(p) {
         filled ? d + `L${x0 + w},${base}L${x0},${base}Z` : d,
         filled ? { fill: ink.before } : { stroke: ink.accent, width: 1.8 },
       );
-      p.text(x0, base + 1 + 10, "−" + range[r * T + t].toFixed(1), { size: 9, fill: ink.muted });
-      p.text(x0 + w, base + 1 + 10, range[r * T + t].toFixed(1), {
-        size: 9,
-        fill: ink.muted,
-        anchor: "end",
-      });
     };
     bell(before, true);
     bell(after, false);
+    p.text(x0, base + 11, "−" + end, { size: 9, fill: ink.muted });
+    p.text(x0 + w, base + 11, end, { size: 9, fill: ink.muted, anchor: "end" });
     const std = `${at(r, 4).toFixed(2)} → ${at(r, 6).toFixed(2)}`;
     p.text(p.width, wide ? y + 26 : y + 18, wide ? std : `${Math.round(degrees)}°, std ${std}`, {
       size: 12,
@@ -869,7 +866,7 @@ function lens(p) {
     p.text(0, y + 16, "writes", { size: 12, fill: ink.muted });
     for (let c = 0; c < n; c++) {
       const on = first + c === t,
-        text = label(writes[first + c], 7);
+        text = fitted(writes[first + c], each - 6, 14, 700);
       p.text(left + c * each + each / 2, y + 16, text, {
         anchor: "middle",
         size: 14,
@@ -893,12 +890,15 @@ function lens(p) {
           stroke: first + c === t ? ink.warm : ink.line,
           width: first + c === t ? 1.6 : 1,
         });
-        const on = readableOn(colour);
+        const on = readableOn(colour),
+          mark = right ? "✓ " : "",
+          look = { anchor: "middle", size: 13, weight: right ? 700 : 400, fill: on },
+          room = each - 9 - widthOf(mark, look.size, look.weight);
         p.text(
           x + (each - 3) / 2,
           y0 + shallow / 2 - 1,
-          (right ? "✓ " : "") + isolate(label(token, right ? 5 : 7)),
-          { anchor: "middle", size: 13, weight: right ? 700 : 400, fill: on },
+          mark + isolate(fitted(token, room, look.size, look.weight)),
+          look,
         );
         p.text(x + (each - 3) / 2, y0 + shallow / 2 + 12, Math.round(share * 100) + " %", {
           anchor: "middle",
@@ -950,11 +950,11 @@ function lens(p) {
       const token = vocabulary.get(best.data[i * K + k]),
         share = probable.data[i * K + k],
         right = token.id === writes[t].id,
+        mark = right ? "✓ " : "",
+        look = { size: 13, weight: right ? 700 : 400 },
+        room = span - 14 - widthOf(mark, look.size, look.weight),
         x = left + k * span;
-      p.text(x, y0 + 14, (right ? "✓ " : "") + isolate(label(token, narrow ? 4 : 9)), {
-        size: 13,
-        weight: right ? 700 : 400,
-      });
+      p.text(x, y0 + 14, mark + isolate(fitted(token, room, look.size, look.weight)), look);
       p.rect(x, y0 + 20, span - 14, 5, { fill: ink.soft, r: 2.5 });
       p.rect(x, y0 + 20, Math.max(1, (span - 14) * share), 5, {
         fill: right ? ink.accent : ink.faint,
@@ -1015,19 +1015,24 @@ function erasing(p) {
     p.text(x0, y0 + 14, title, { size: 15, weight: 600 });
     p.text(x0, y0 + 32, under, { size: 12, fill: ink.muted });
     source.forEach((token, j) => {
+      const size = Math.min(12, Math.max(10, cell)),
+        text = isolate(fitted(token, 52, size, 400, 6));
       if (cell >= 11 || j === state.key)
-        p.text(x0 + left + j * cell + cell / 2 + 4, y0 + top - 6, isolate(label(token, 6)), {
-          size: Math.min(12, Math.max(10, cell)),
+        p.text(x0 + left + j * cell + cell / 2 + 4, y0 + top - 6, text, {
+          size,
           turn: -50,
           fill: ink.ink,
         });
     });
     writes.forEach((token, i) => {
+      const size = Math.min(12, Math.max(10, tall)),
+        weight = i === t ? 700 : 400,
+        text = isolate(fitted(token, left - 10, size, weight, 6));
       if (tall >= 10 || i === t)
-        p.text(x0 + left - 8, y0 + top + i * tall + tall / 2 + 4, isolate(label(token, 6)), {
-          size: Math.min(12, Math.max(10, tall)),
+        p.text(x0 + left - 8, y0 + top + i * tall + tall / 2 + 4, text, {
+          size,
           anchor: "end",
-          weight: i === t ? 700 : 400,
+          weight,
           fill: i === t ? ink.warm : ink.ink,
         });
     });
@@ -1102,9 +1107,8 @@ function erasing(p) {
   shown.forEach((j, n) => {
     const y = y2 + 48 + n * 25,
       x = name + span + 66;
-    p.text(0, y, isolate(label(source[j], p.width < 560 ? 6 : 11)), {
-      weight: j === state.key && state.kind === "cross" ? 700 : 400,
-    });
+    const weight = j === state.key && state.kind === "cross" ? 700 : 400;
+    p.text(0, y, isolate(fitted(source[j], name - 8, 14, weight)), { weight });
     p.rect(name, y - 11, Math.max(1.5, span * own[j]), 13, { fill: ink.accent, r: 3 });
     p.text(name + span * own[j] + 7, y, percent(own[j]), { size: 12, fill: ink.muted });
     p.rect(x, y - 11, Math.max(1.5, (span * Math.abs(fall[j])) / high), 13, {

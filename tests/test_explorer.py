@@ -124,10 +124,10 @@ def page_text(case):
     return case.trace.html()
 
 
-@pytest.fixture(scope="module")
-def hostile_trace():
+def trace_of_tokens(words) -> Trace:
+    """A tiny model at work on these tokens."""
     vocabulary = {"<s>": 0, "<pad>": 1, "</s>": 2}
-    vocabulary |= {token: number for number, token in enumerate(HOSTILE, start=3)}
+    vocabulary |= {token: number for number, token in enumerate(words, start=3)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("¦"), "removed")
     backend.post_processor = processors.TemplateProcessing(
@@ -135,10 +135,22 @@ def hostile_trace():
     )
     names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    text = "¦".join(HOSTILE)
+    text = "¦".join(words)
     trace = look(tiny_model(), tokenizer, text, text)
-    assert [token["text"] for token in trace.header["source"]] == [*HOSTILE, "</s>"]
+    assert [token["text"] for token in trace.header["source"]] == [*words, "</s>"]
     return trace
+
+
+@pytest.fixture(scope="module")
+def hostile_trace():
+    return trace_of_tokens(HOSTILE)
+
+
+@pytest.fixture(scope="module")
+def wide_trace():
+    """A vocabulary of words so wide that few of their letters have room."""
+    letters = "W東한ꙮM鬱_漢あ字"
+    return trace_of_tokens([letter * (3 + 2 * n) for n, letter in enumerate(letters)])
 
 
 def chosen(page, **state):
@@ -360,6 +372,31 @@ def test_labels_are_cut_and_focus_shows_all(visit, hostile_trace):
     assert explorer.visible(HOSTILE[-1]) in tip.text_content()
 
 
+OVERLAPS = """(width) => VIEWS.filter((view) => view.stage).flatMap((view) => {
+    const boxes = pictureOf(view, width).shapes
+        .filter((s) => s.is === "text" && !s.turn && s.text.trim())
+        .map((s) => {
+            const w = widthOf(s.text, s.size, s.weight),
+                x = s.x - { start: 0, middle: w / 2, end: w }[s.anchor];
+            return { view: view.id, text: s.text, x, w, y: s.y - 0.7 * s.size, h: 0.7 * s.size };
+        });
+    return boxes.flatMap((a, n) => boxes.slice(n + 1)
+        .filter((b) => Math.min(a.x + a.w, b.x + b.w) - Math.max(a.x, b.x) > 1
+            && Math.min(a.y + a.h, b.y + b.h) - Math.max(a.y, b.y) > 1)
+        .map((b) => [a.view, a.text, b.text]));
+})"""
+
+
+@pytest.mark.parametrize("width", [1056, 356])
+def test_no_text_lies_on_another(visit, wide_trace, width):
+    page = visit(wide_trace.html())
+    for kind in KINDS:
+        for place in range(0, 8, 3):
+            chosen(page, kind=kind, query=place, key=min(place, 2))
+            found = page.evaluate(OVERLAPS, width)
+            assert not found, found[:8]
+
+
 def test_a_notebook_shows_it_in_a_frame(visit, case):
     notebook = f"<!doctype html><body>{case.trace._repr_html_()}</body>"
     page = visit(notebook, ready=False)
@@ -459,6 +496,9 @@ def test_what_is_missing_is_said(visit, reverser, digits):  # noqa: F811
     page = visit(look(reverser, digits, TEXT, detail="attention").html())
     assert page.locator("section canvas").count() == 2
     assert page.locator(".missing").count() == 5
+    heads = page.locator("#heads").text_content()
+    assert "bar below" not in heads
+    assert "no head was switched off" in heads
     assert "only attention weights were kept" in page.locator("#lens .missing").text_content()
     chosen(page, kind="decoder", layer=0, head=3, query=1)
     page.evaluate("explorer.drawAll()")
