@@ -28,8 +28,10 @@ from .language_modeling import LanguageModel
 from .loading import load_tokenizer
 from .machine import (
     from_main_process,
+    leaves_bf16,
     machine_facts,
     main_process_first,
+    precision,
     training_arguments,
     use_threads,
 )
@@ -362,7 +364,6 @@ class Experiment:
         else:
             batch = f"up to {recipe.data.max_tokens:,} tokens, source and target, padding included"
         real_tokens = sampler.tokens / max(updates_an_epoch, 1)
-        precision = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
         vocabulary = []
         if trainer.processing_class is not None:
             size = f"{recipe.tokenizer.kind}, {config.vocab_size:,} tokens"
@@ -387,7 +388,8 @@ class Experiment:
             ("arithmetic", describe_flops(config)),
             (
                 "device",
-                f"{arguments.device.type}, {self.threads} threads a process, {precision}"
+                f"{arguments.device.type}, {self.threads} threads a process, {precision(arguments)}"
+                + "; this processor has bf16: try training.bf16=true" * leaves_bf16(arguments)
                 + "; weights shared out among the processes (FSDP)" * trainer.is_fsdp_enabled,
             ),
         ]

@@ -130,6 +130,14 @@ def precision(arguments: TrainingArguments) -> str:
     return "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
 
 
+def leaves_bf16(arguments: TrainingArguments) -> bool:
+    """Whether a run computes in fp32 on a CPU that multiplies bf16 in hardware, and faster."""
+    # Older versions of torch do not tell.
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
+    has_bf16 = capabilities.get("avx512_bf16", False)
+    return arguments.device.type == "cpu" and precision(arguments) == "fp32" and has_bf16
+
+
 def machine_facts(arguments: TrainingArguments, threads: int) -> dict[str, Any]:
     """What a reader of the results should know of the machine; nothing that names it."""
     if arguments.device.type == "cuda":

@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name}: {value}")
         if options.json is not None:
             write_json(scores, options.json)
+    except KeyboardInterrupt:
+        return 130
     except (ValueError, OSError, ImportError) as error:
         print(f"evaluate_model.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -219,9 +219,21 @@ def test_the_plan_can_be_checked(recipe, said):
     )
     assert lines["updates"] == "4; 4 an epoch"
     assert lines["outputs"] == "up to 8 tokens"
-    assert lines["device"] == "cpu, 1 threads a process, fp32"
+    assert lines["device"].removesuffix(BF16) == "cpu, 1 threads a process, fp32"
     assert "resumed from" not in lines
     assert said[0] == "training tokenizer on 56 pairs"
+
+
+BF16 = "; this processor has bf16: try training.bf16=true"
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_the_plan_points_to_bf16_where_a_processor_has_it(recipe, monkeypatch, has_it):
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_it}, raising=False
+    )
+    assert (BF16 in prepare(recipe()).plan()) == has_it
+    assert BF16 not in prepare(recipe("training.bf16=true", "training.output_dir=bf16")).plan()
 
 
 @pytest.mark.parametrize(
