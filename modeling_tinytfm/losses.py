@@ -90,7 +90,10 @@ class ProjectedLoss(torch.autograd.Function):
                 if logits is not products:
                     grad_RV = products_RV.copy_(grad_RV)
                 torch.mm(grad_RV, multiplied_VD, out=x_grad[start : start + most])
-                weight_grad += grad_RV.T @ x_RD
+                if grad_RV.dtype == weight_grad.dtype:
+                    weight_grad.addmm_(grad_RV.T, x_RD)
+                else:
+                    weight_grad += grad_RV.T @ x_RD
             x_grad = x_grad.to(x_ND.dtype)
             if e:
                 x_sum_D = x_ND.sum(dim=0, dtype=torch.float32)
@@ -107,7 +110,8 @@ class ProjectedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         """The gradients of `forward`, times that of its sum."""
-        return *(None if g is None else g * grad for g in ctx.saved_tensors), None, None
+        # In place, as they are as large as the weights; autograd refuses to use them again.
+        return *(None if g is None else g.mul_(grad) for g in ctx.saved_tensors), None, None
 
 
 class LossHead(nn.Module):

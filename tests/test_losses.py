@@ -143,3 +143,11 @@ def test_never_are_there_more_logits_than_rows_of_a_piece(monkeypatch):
     embedding_rows = {TINY["d_model"]}  # the transposed matrix is as wide
     assert set(widest) - embedding_rows <= {1, 2, 3, 4}
     assert 4 in widest
+
+
+def test_gradients_are_given_once_and_never_wrong():
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    total = ProjectedLoss.apply(x, weight, None, torch.randint(50, (5,)), 0.1)
+    (2 * total).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
