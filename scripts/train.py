@@ -15,6 +15,9 @@ from pathlib import Path
 # once makes small models 1.6 times slower; spinning for long, all else on a busy machine.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Programs for products of matrices that oneDNN keeps, one for each shape. Batches of an epoch have
+# thousands of shapes; where they do not all fit, each is compiled anew every time it comes.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "10000")
 # A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
 os.environ.setdefault("TQDM_DELAY", "1")
 
