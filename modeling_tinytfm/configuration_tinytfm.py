@@ -63,6 +63,9 @@ class TinyTFMConfig(PretrainedConfig):
         add_final_layer_norm: Puts a final norm after each Post-Norm stack too, as
             `torch.nn.Transformer` does and the paper does not.
         layer_norm_eps: Added to the variance inside LayerNorm's square root.
+        sublayer_init_gain: Gain of the first Xavier-uniform values of what sublayers add: value and
+            output projections of attention, and the feed-forward. 1 is plain Xavier. Less lets
+            Post-Norm start nearer to the identity, and learn faster.
         scale_embedding: Multiplies token embeddings by sqrt(d_model) (section 3.4).
         tie_word_embeddings: The output projection is the decoder's embedding matrix.
         share_encoder_decoder_embeddings: Encoder and decoder read one embedding matrix.
@@ -107,6 +110,7 @@ class TinyTFMConfig(PretrainedConfig):
         norm_first: bool = False,
         add_final_layer_norm: bool = False,
         layer_norm_eps: float = 1e-5,
+        sublayer_init_gain: float = 1.0,
         scale_embedding: bool = True,
         tie_word_embeddings: bool = True,
         share_encoder_decoder_embeddings: bool = True,
@@ -140,6 +144,7 @@ class TinyTFMConfig(PretrainedConfig):
         self.norm_first = norm_first
         self.add_final_layer_norm = add_final_layer_norm
         self.layer_norm_eps = layer_norm_eps
+        self.sublayer_init_gain = sublayer_init_gain
         self.scale_embedding = scale_embedding
         self.share_encoder_decoder_embeddings = share_encoder_decoder_embeddings
         self.output_bias = output_bias
@@ -256,8 +261,10 @@ class TinyTFMConfig(PretrainedConfig):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name}={value!r} is not a probability between 0 and 1")
-        if not is_number(self.layer_norm_eps) or not 0 <= self.layer_norm_eps < math.inf:
-            raise ValueError(f"layer_norm_eps={self.layer_norm_eps!r} is not a number >= 0")
+        for name in ("layer_norm_eps", "sublayer_init_gain"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r} is not a number >= 0")
         if not isinstance(self.activation_function, str) or self.activation_function not in ACT2FN:
             raise ValueError(
                 f"activation_function={self.activation_function!r} is unknown: "

@@ -167,6 +167,12 @@ def fused_trains_slower(key_BHKE: Tensor) -> bool:
 # Section 3.2.2: multi-head attention
 
 
+def set_init_gain(gain: float, *layers: nn.Linear) -> None:
+    """Has `_init_weights` scale these matrices."""
+    for layer in layers:
+        layer.init_gain = gain  # type: ignore[assignment]
+
+
 class TinyTFMAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W_O, each head with its own projections.
 
@@ -187,6 +193,7 @@ class TinyTFMAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, config.d_model)
         self.v_proj = nn.Linear(config.d_model, config.d_model)
         self.out_proj = nn.Linear(config.d_model, config.d_model)
+        set_init_gain(config.sublayer_init_gain, self.v_proj, self.out_proj)
 
     def split_heads(self, x_BLD: Tensor) -> Tensor:
         """[B, L, D] -> [B, H, L, E]."""
@@ -323,6 +330,7 @@ class TinyTFMLayer(GradientCheckpointingLayer):
         self.activation_dropout = Dropout(config.activation_dropout)
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
+        set_init_gain(config.sublayer_init_gain, self.fc1, self.fc2)
         # The feed-forward's, the last of a layer; a stack's own final norm is its `layer_norm`.
         self.final_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
 
@@ -852,7 +860,7 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
+            nn.init.xavier_uniform_(module.weight, gain=getattr(module, "init_gain", 1.0))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):

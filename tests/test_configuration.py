@@ -68,6 +68,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
         "norm_first": False,
         "add_final_layer_norm": False,
         "layer_norm_eps": 1e-5,
+        "sublayer_init_gain": 1.0,
         "scale_embedding": True,
         "tie_word_embeddings": True,
         "share_encoder_decoder_embeddings": True,
@@ -131,6 +132,7 @@ BAD_VALUES = {
     "attention_dropout": [-0.1, 1.1, math.nan, "0.1", None],
     "activation_dropout": [-0.1, 1.1, math.nan, "0.1", None],
     "layer_norm_eps": [-1e-5, math.nan, math.inf, "1e-5", None],
+    "sublayer_init_gain": [-0.5, math.nan, math.inf, "0.5", None],
     "activation_function": ["rleu", "", None, 3, ["relu"]],
     "position_embedding_type": ["rotary", "", None, ["learned"]],
     "norm_first": [1, "yes", None],
@@ -166,6 +168,7 @@ def test_refuses_a_bad_value_by_name(field, value):
         {"dropout": 0},
         {"dropout": 1, "attention_dropout": 1.0, "activation_dropout": 1.0},
         {"layer_norm_eps": 0.0},
+        {"sublayer_init_gain": 0.0},
         {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 1}
         | {"position_embedding_type": "learned"},
         {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

@@ -1549,8 +1549,10 @@ def test_state_dict_keys_of_the_model_without_a_head(shape):
 # Initial values
 
 
-def test_initial_values():
-    model = TinyTFMForConditionalGeneration(tiny_config(d_model=64, vocab_size=2000))
+@pytest.mark.parametrize("gain", [1.0, 0.5])
+def test_initial_values(gain):
+    config = tiny_config(d_model=64, vocab_size=2000, sublayer_init_gain=gain)
+    model = TinyTFMForConditionalGeneration(config)
     embedding = model.get_input_embeddings().weight.detach()
     assert embedding[PAD].eq(0).all()
     assert embedding.std() == pytest.approx(64**-0.5, rel=0.02)
@@ -1562,6 +1564,8 @@ def test_initial_values():
             assert parameter.eq(0).all()
         elif "layers" in name:
             bound = math.sqrt(6 / sum(parameter.shape))  # Xavier, uniform
+            if name.endswith(("v_proj.weight", "out_proj.weight", "fc1.weight", "fc2.weight")):
+                bound *= gain
             assert 0.9 * bound < parameter.abs().max() <= bound
             assert parameter.std() == pytest.approx(bound / math.sqrt(3), rel=0.05)
 
