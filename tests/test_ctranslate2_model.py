@@ -306,5 +306,7 @@ def test_real_sentences(tmp_path):
                 translate_n_best(x, tokenizer, lines, 1, **options) for x in (model, translator)
             )
             same = [a[0].tokens == b[0].tokens for a, b in zip(expected, found, strict=True)]
-            # int8 turns a word where two are about as likely, more often the less was learnt.
-            assert sum(same) >= (200 if quantization is None else 120)
+            # int8 turns a word where two are about as likely, more often the less was learnt. With
+            # "never", CTranslate2 ends after twice as many hypotheses as beams: seldom too soon.
+            fewest = 120 if quantization else 198 if early_stopping == "never" else 200
+            assert sum(same) >= fewest
