@@ -25,9 +25,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# As in train.py: threads that wait neither sleep at once nor spin for long.
+# As in train.py, for all contenders: threads that wait neither sleep at once nor spin for long, and
+# programs for products are kept.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "10000")
 
 import torch
 from transformers.utils import logging
