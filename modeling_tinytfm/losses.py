@@ -67,12 +67,10 @@ class ProjectedLoss(torch.autograd.Function):
             x_grad, weight_grad = torch.empty_like(multiplied_ND), torch.zeros_like(weight_VD)
             bias_grad = None if bias_V is None else torch.zeros_like(bias_V)
             for start in range(0, N, most):
-                x_RD, labels_R1 = (
-                    t[start : start + most] for t in (multiplied_ND, labels_N[:, None])
-                )
-                products_RV, logits_RV, log_p_RV = (
-                    t[: len(x_RD)] for t in (products, logits, log_p)
-                )
+                rows = slice(start, start + most)
+                x_RD, labels_R1 = multiplied_ND[rows], labels_N[rows, None]
+                R = len(x_RD)
+                products_RV, logits_RV, log_p_RV = products[:R], logits[:R], log_p[:R]
                 torch.mm(x_RD, multiplied_VD.T, out=products_RV)
                 if logits is not products:
                     logits_RV.copy_(products_RV)
@@ -89,7 +87,7 @@ class ProjectedLoss(torch.autograd.Function):
                     bias_grad += grad_RV.sum(dim=0)
                 if logits is not products:
                     grad_RV = products_RV.copy_(grad_RV)
-                torch.mm(grad_RV, multiplied_VD, out=x_grad[start : start + most])
+                torch.mm(grad_RV, multiplied_VD, out=x_grad[rows])
                 if grad_RV.dtype == weight_grad.dtype:
                     weight_grad.addmm_(grad_RV.T, x_RD)
                 else:

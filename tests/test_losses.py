@@ -145,6 +145,25 @@ def test_never_are_there_more_logits_than_rows_of_a_piece(monkeypatch):
     assert 4 in widest
 
 
+def test_a_large_vocabulary_has_fewer_rows_in_memory_but_not_too_few(monkeypatch):
+    made = []
+    log_softmax = torch.log_softmax
+
+    def watch(logits, **options):
+        made.append(len(logits))
+        return log_softmax(logits, **options)
+
+    monkeypatch.setattr(torch, "log_softmax", watch)
+    monkeypatch.setattr(losses, "FEWEST_ROWS", 2)
+    x, weight, labels = torch.randn(6, 8), torch.randn(50, 8), torch.randint(50, (6,))
+    totals = []
+    for most_logits in (1000, 150, 1):
+        monkeypatch.setattr(losses, "MOST_LOGITS", most_logits)
+        totals.append(ProjectedLoss.apply(x, weight, None, labels, 0.1))
+    assert made == [4, 2, 3, 3, 2, 2, 2]
+    torch.testing.assert_close(totals, totals[:1] * 3)
+
+
 def test_gradients_are_given_once_and_never_wrong():
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     total = ProjectedLoss.apply(x, weight, None, torch.randint(50, (5,)), 0.1)
