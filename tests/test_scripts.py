@@ -57,6 +57,21 @@ def _no_bars(workplace):
     datasets.enable_progress_bars()
 
 
+@pytest.mark.parametrize("name", ["train", "translate", "evaluate_model", "see", "benchmark"])
+def test_threads_spin_for_a_while_unless_the_user_says_otherwise(monkeypatch, name):
+    for policy, count, expected in (
+        (None, None, "10000"),
+        ("PASSIVE", None, None),
+        (None, "7", "7"),
+    ):
+        for variable, value in (("OMP_WAIT_POLICY", policy), ("GOMP_SPINCOUNT", count)):
+            monkeypatch.setenv(variable, value or "")
+            if value is None:
+                monkeypatch.delenv(variable)
+        script(name)
+        assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
 @pytest.fixture
 def environment(tmp_path):
     """Of a process that finds this checkout, and nothing else of ours."""
