@@ -62,7 +62,7 @@ class ProjectedLoss(torch.autograd.Function):
             multiplied_ND, multiplied_VD = x_ND.to(dtype), weight_VD.to(dtype)
             products = x_ND.new_empty(most, V, dtype=dtype)
             logits = products if dtype == torch.float32 else products.float()
-            log_p = torch.empty_like(logits)
+            gradients = torch.empty_like(logits)
             total = x_ND.new_zeros((), dtype=torch.float32)
             x_grad, weight_grad = torch.empty_like(multiplied_ND), torch.zeros_like(weight_VD)
             bias_grad = None if bias_V is None else torch.zeros_like(bias_V)
@@ -70,18 +70,16 @@ class ProjectedLoss(torch.autograd.Function):
                 rows = slice(start, start + most)
                 x_RD, labels_R1 = multiplied_ND[rows], labels_N[rows, None]
                 R = len(x_RD)
-                products_RV, logits_RV, log_p_RV = products[:R], logits[:R], log_p[:R]
+                products_RV, logits_RV, grad_RV = products[:R], logits[:R], gradients[:R]
                 torch.mm(x_RD, multiplied_VD.T, out=products_RV)
                 if logits is not products:
                     logits_RV.copy_(products_RV)
                 if bias_V is not None:
                     logits_RV += bias_V
-                torch.log_softmax(logits_RV, dim=-1, out=log_p_RV)
-                label_log_p_R1 = log_p_RV.gather(1, labels_R1)
-                total -= (1 - e) * label_log_p_R1.sum()
-                if e:  # log(sum(exp(x))), from the label's own two scores
-                    total += e * (logits_RV.gather(1, labels_R1) - label_log_p_R1).sum()
-                grad_RV = log_p_RV.exp_()
+                torch.softmax(logits_RV, dim=-1, out=grad_RV)
+                # log(sum(exp(x))), from the likeliest word: others' p may be too small for a float.
+                log_sums_R = logits_RV.amax(dim=1) - grad_RV.amax(dim=1).log()
+                total += log_sums_R.sum() - (1 - e) * logits_RV.gather(1, labels_R1).sum()
                 grad_RV.scatter_add_(1, labels_R1, grad_RV.new_full(labels_R1.shape, e - 1))
                 if bias_grad is not None:
                     bias_grad += grad_RV.sum(dim=0)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 # As in train.py, for all contenders: threads that wait neither sleep at once nor spin for long, and
-# programs for products are kept.
+# programs for products are kept. So is freed memory.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "10000")
@@ -35,6 +35,7 @@ import torch
 from transformers.utils import logging
 
 from modeling_tinytfm import benchmarking, end_to_end
+from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.benchmarking import MARIAN, OURS, SIZES, Size
 from modeling_tinytfm.translation import read_lines
 
@@ -49,6 +50,7 @@ IMPORTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, measures and prints; returns the exit status."""
     options = parse(argv)
+    keep_freed_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     threads = options.threads or len(os.sched_getaffinity(0))

@@ -13,6 +13,7 @@ os.environ.setdefault("TQDM_DELAY", "1")
 
 from transformers.utils import logging
 
+from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.reports import describe_scores, write_json
 from modeling_tinytfm.scoring import score_model
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-beams", type=int, help="width of the search (default: the model's)")
     parser.add_argument("--json", help="also write the scores, unrounded, into this file")
     options = parser.parse_args(argv)
+    keep_freed_memory()
     logging.disable_progress_bar()  # the one of loading weights
     try:
         scores = score_model(

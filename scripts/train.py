@@ -24,6 +24,7 @@ os.environ.setdefault("TQDM_DELAY", "1")
 import torch
 from transformers.utils import logging
 
+from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.recipe_docs import help_text
 from modeling_tinytfm.recipes import load_recipe
 
@@ -33,6 +34,7 @@ OWN_DATA = re.compile(r"data\.((train|validation|test)_\w*file|dataset_name)=")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the recipe; returns the exit status."""
+    keep_freed_memory()
     logging.disable_progress_bar()  # one for each checkpoint that is written
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
     # The one tells that it goes by the numbers of checkpoints, the other what is refused below.

@@ -15,6 +15,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 from transformers.utils import logging
 
 from modeling_tinytfm import translation
+from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.loading import load_translator
 
 CHUNK = 10_000  # lines read before any are written: more would only need more memory
@@ -30,6 +31,7 @@ HELP = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and translates; returns the exit status."""
     options = parse(argv)
+    keep_freed_memory()
     logging.disable_progress_bar()  # the one of loading weights
     try:
         with ExitStack() as files:

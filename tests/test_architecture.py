@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "modeling_tinytfm"
 # A module imports only from floors below its own.
 FLOORS = (
-    {"configuration_tinytfm", "settings", "explorer"},
+    {"configuration_tinytfm", "settings", "explorer", "allocator"},
     {"recipe_keys"},
     {"recipe_checks"},
     {"recipes"},
