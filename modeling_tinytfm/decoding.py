@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
-from .search import ONLY_SEARCHED, as_list, beam_search, length_penalty, pad, penalty_form
+from .configuration_tinytfm import TinyTFMConfig
+from .search import ONLY_SEARCHED, SEARCHED, as_list, beam_search, length_penalty, pad, penalty_form
 
 # Section 6.1 of the paper: outputs are at most this much longer than the input.
 EXTRA_TOKENS = 50
@@ -201,10 +202,11 @@ def generate_batch(
     settings = with_output_limit(model, generation, inputs["input_ids"].shape[1])
     settings = {**settings, "num_return_sequences": n_best, "return_dict_in_generate": True}
     with evaluating(*models):
-        if len(models) > 1 or prefixes is not None or form != "length":
-            for name in _NOT_SEARCHED:
-                if generation.get(name) is not None:
-                    raise ValueError(f"{name} cannot be used {ONLY_SEARCHED}")
+        only_searched = len(models) > 1 or prefixes is not None or form != "length"
+        unused = [name for name in _NOT_SEARCHED if generation.get(name) is not None]
+        if only_searched and unused:
+            raise ValueError(f"{unused[0]} cannot be used {ONLY_SEARCHED}")
+        if only_searched or (not unused and _searches_alike(model, generation)):
             search = functools.partial(
                 beam_search,
                 models=models,
@@ -229,6 +231,13 @@ def generate_batch(
     ]
     hypotheses = [Hypothesis(*parts) for parts in zip(texts, scores, tokens, strict=True)]
     return [hypotheses[i : i + n_best] for i in range(0, len(hypotheses), n_best)]
+
+
+def _searches_alike(model: Any, generation: dict[str, Any]) -> bool:
+    """Whether `beam_search` finds what `generate()` would, and sooner."""
+    settings = {**model.generation_config.to_diff_dict(), **generation}
+    own = model.config.model_type == TinyTFMConfig.model_type
+    return own and GenerationConfig(**settings).get_generation_mode() in SEARCHED
 
 
 def _without_ends(row: list[int], ends: Sequence[int], pad_token_id: int | None) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
-"""Beam search with three things more than that of transformers, of which it is a copy otherwise.
+"""Beam search with four things more than that of transformers, of which it is a copy otherwise.
 
-These are the length penalty of section 6.1, several models whose probabilities are averaged, and
-outputs that begin with a given prefix. It runs inside `generate()`, which prepares all the rest.
+These are the length penalty of section 6.1, several models whose probabilities are averaged,
+outputs that begin with a given prefix, and batches that shrink: a source that is done leaves, where
+transformers computes on until the last one is. It runs inside `generate()`, which prepares all the
+rest.
 
 Shapes trail the names of tensors: B sources, K beams, C candidates, T target length, V vocabulary.
 """
@@ -20,7 +22,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from .modeling_tinytfm import CACHE
 
 LengthPenaltyForm = Literal["length", "gnmt"]
+SEARCHED = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 ONLY_SEARCHED = "with several models, a prefix or length_penalty_form='gnmt'"
+CROWDED = 0.75  # sources leave when at most so many of the batch go on
 
 
 class Found(NamedTuple):
@@ -92,13 +96,24 @@ class _NextToken:
         self.cache = outputs.get(CACHE) if self.use_cache else None
         return outputs.logits[:, -1].float().log_softmax(dim=-1)
 
-    def reorder(self, rows: Any) -> None:
-        """Lets each beam go on from what another one has read and written: `rows` [B * K]."""
+    def reorder(self, rows: Tensor, left: bool) -> None:
+        """Lets each beam go on from what another one has read and written.
+
+        Args:
+            rows: Which one, [those that go on]; always one of the same source.
+            left: Whether some sources have none.
+        """
         if isinstance(self.cache, EncoderDecoderCache):
-            # Beams trade places within their source, whose keys are the same for all of them.
             self.cache.self_attention_cache.reorder_cache(rows)
+            if left:  # the keys of a source are the same for all its beams
+                self.cache.cross_attention_cache.reorder_cache(rows)
         elif self.cache is not None:
             self.cache.reorder_cache(rows)
+        if left:
+            states = self.read["encoder_outputs"].last_hidden_state.index_select(0, rows)
+            self.read["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+            if self.read["attention_mask"] is not None:
+                self.read["attention_mask"] = self.read["attention_mask"].index_select(0, rows)
 
 
 def beam_search(
@@ -119,7 +134,8 @@ def beam_search(
 
     A hypothesis that ends, among the best K of its step, is finished: its score is its
     log-probability / `length_penalty`. A source is done when its K finished ones are better than
-    the best unfinished one could become, as `early_stopping` reckons it.
+    the best unfinished one could become, as `early_stopping` reckons it. It leaves the batch then,
+    unless a logits processor may count on its place.
 
     Args:
         model: The first of `models`, which has read the sources already.
@@ -138,7 +154,7 @@ def beam_search(
         ValueError: If the settings ask for another way to generate, or a prefix is too long.
     """
     mode = generation_config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
+    if mode not in SEARCHED:
         raise ValueError(f"{mode.value} cannot be used {ONLY_SEARCHED}")
     num_beams, exponent = generation_config.num_beams, generation_config.length_penalty
     batch, start, longest = (
@@ -154,20 +170,23 @@ def beam_search(
     hopeful = generation_config.early_stopping == "never" and exponent > 0
     # So many that K of them go on, even if every beam ends in every way it can.
     num_candidates = num_beams * max(2, 1 + len(as_list(generation_config.eos_token_id)))
-    offsets_B1 = torch.arange(batch, device=device)[:, None] * num_beams
+    may_leave = not logits_processor and generation_config.cache_implementation is None
 
+    here_B = torch.arange(batch, device=device)  # the sources that have not left
+    found_scores_BK = torch.empty((batch, num_beams), device=device)
+    found_BKT = input_ids.new_empty((batch, num_beams, longest))
     ids_BKT = input_ids.unflatten(0, (batch, num_beams))
     scores_BK = torch.full((batch, num_beams), -math.inf, device=device)
     scores_BK[:, 0] = 0.0  # all beams are still the same one
     finished_BK = torch.full_like(scores_BK, -math.inf)
     finished_BKT = ids_BKT.new_full((batch, num_beams, longest), filler)
-    open_B1 = torch.ones_like(offsets_B1, dtype=torch.bool)
+    open_B1 = torch.ones((batch, 1), dtype=torch.bool, device=device)
 
     for length in range(start, longest):
         flat_ids = ids_BKT.flatten(0, 1)
         log_probabilities = _mean([step.log_probabilities(flat_ids) for step in steps])
         log_probabilities = logits_processor(flat_ids, log_probabilities)
-        log_probabilities_BKV = log_probabilities.unflatten(0, (batch, num_beams))
+        log_probabilities_BKV = log_probabilities.unflatten(0, (-1, num_beams))
         if length - start < forced_BT.shape[1]:
             log_probabilities_BKV = _force(log_probabilities_BKV, forced_BT[:, length - start])
         total_BV = (scores_BK[..., None] + log_probabilities_BKV).flatten(1)
@@ -196,13 +215,27 @@ def beam_search(
             open_B1 &= worst_B1.isneginf()
         if not open_B1.any():
             break
-        if num_beams > 1:
+        going_on_B = torch.arange(len(here_B), device=device)
+        left = may_leave and int(open_B1.sum()) <= CROWDED * len(here_B)
+        if left:
+            found_scores_BK[here_B], found_BKT[here_B] = finished_BK, finished_BKT
+            going_on_B = open_B1[:, 0].nonzero()[:, 0]
+            here_B, open_B1, forced_BT, prefix_lengths_B1 = (
+                of_B[going_on_B] for of_B in (here_B, open_B1, forced_BT, prefix_lengths_B1)
+            )
+            scores_BK, finished_BK, parents_BK, ids_BKT, finished_BKT = (
+                of_B[going_on_B]
+                for of_B in (scores_BK, finished_BK, parents_BK, ids_BKT, finished_BKT)
+            )
+        if num_beams > 1 or left:
+            rows = (parents_BK + going_on_B[:, None] * num_beams).flatten()
             for step in steps:
-                step.reorder((parents_BK + offsets_B1).flatten())
+                step.reorder(rows, left)
 
+    found_scores_BK[here_B], found_BKT[here_B] = finished_BK, finished_BKT
     n_best = generation_config.num_return_sequences
     return Found(
-        finished_BKT[:, :n_best, : length + 1].flatten(0, 1), finished_BK[:, :n_best].flatten()
+        found_BKT[:, :n_best, : length + 1].flatten(0, 1), found_scores_BK[:, :n_best].flatten()
     )
 
 

@@ -14,6 +14,7 @@ from tiny import reversal_batch, tiny_model
 from transformers import DynamicCache, MarianConfig, MarianMTModel
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration
+from modeling_tinytfm import search as search_module
 from modeling_tinytfm.decoding import ModelTranslator, generate_batch
 from modeling_tinytfm.search import beam_search, keep_penalty_form, length_penalty, penalty_form
 
@@ -251,6 +252,67 @@ def test_without_a_cache_the_tokens_are_the_same(reverser, num_beams):
     assert cached.sequences.tolist() == full.sequences.tolist()
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("count", [1, 2], ids=["one model", "two models"])
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_sources_that_are_done_leave_and_nothing_else_changes(
+    reverser, monkeypatch, num_beams, count, use_cache
+):
+    batch = reversal_batch(24, torch.Generator().manual_seed(7))
+    settings = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 14}
+    settings["use_cache"] = use_cache
+    rows = []
+    hook = reverser.lm_head.register_forward_hook(lambda *args: rows.append(len(args[2])))
+    found = []
+    for crowded in (0.0, 0.75, 1.0):
+        monkeypatch.setattr(search_module, "CROWDED", crowded)
+        rows.append(0)
+        found.append(search([reverser] * count, batch, **settings))
+    hook.remove()
+    assert set(rows[: rows.index(0, 1)]) == {0, 24 * num_beams}  # nobody may leave
+    assert len(set(rows[rows.index(0, 1) :])) > 4
+    for other in found[1:]:
+        assert other.sequences.tolist() == found[0].sequences.tolist()
+        torch.testing.assert_close(other.sequences_scores, found[0].sequences_scores)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"encoder_no_repeat_ngram_size": 2}, {"cache_implementation": "static"}], ids=str
+)
+def test_nobody_leaves_where_a_place_in_the_batch_may_count(reverser, settings):
+    batch = reversal_batch(8, torch.Generator().manual_seed(7))
+    del batch["labels"]
+    rows = set()
+    hook = reverser.lm_head.register_forward_hook(lambda *args: rows.add(len(args[2])))
+    found = search([reverser], batch, num_beams=2, max_new_tokens=14, **settings)
+    hook.remove()
+    assert rows == {16}
+    expected = reverser.generate(**batch, num_beams=2, max_new_tokens=14, **settings)
+    assert list(map(stripped, found.sequences)) == list(map(stripped, expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "leaves"),
+    [
+        ({}, True),
+        ({"num_beams": 1}, True),
+        ({"num_beams": 4, "early_stopping": "never"}, True),
+        ({"do_sample": True, "top_k": 1}, False),
+        ({"num_beams": 3, "do_sample": True}, False),
+        ({"prompt_lookup_num_tokens": 2, "num_beams": 1}, False),
+    ],
+    ids=str,
+)
+def test_a_batch_shrinks_in_the_usual_searches(reverser, digits, settings, leaves):  # noqa: F811
+    generator = torch.Generator().manual_seed(7)
+    sources = ids_of(generator, 1 if "prompt_lookup_num_tokens" in settings else 12)
+    rows = []
+    hook = reverser.lm_head.register_forward_hook(lambda *args: rows.append(len(args[2])))
+    generate_batch(reverser, digits, sources, **{"num_beams": 2, "max_new_tokens": 14, **settings})
+    hook.remove()
+    assert (len(set(rows)) > 1) == leaves
+
+
 def test_an_encoder_reads_once_and_source_keys_are_never_moved(reverser, monkeypatch):
     reads, moves = [], []
     hook = reverser.get_encoder().register_forward_hook(lambda *_: reads.append(1))
@@ -260,6 +322,7 @@ def test_an_encoder_reads_once_and_source_keys_are_never_moved(reverser, monkeyp
         "reorder_cache",
         lambda self, rows: (moves.append(self.layers[0].keys.shape[2]), original(self, rows)),
     )
+    monkeypatch.setattr(search_module, "CROWDED", 0.0)  # unless a source leaves
     batch = reversal_batch(3, torch.Generator().manual_seed(6))
     search([reverser], batch, "gnmt", num_beams=3, max_new_tokens=6)
     hook.remove()
