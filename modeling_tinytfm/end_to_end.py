@@ -1,4 +1,4 @@
-"""Whole jobs beside peers: training on pairs of texts, and translating lines.
+"""Whole jobs beside peers: training on pairs of texts, translating lines, pronouncing words.
 
 See `benchmarking` for how they take turns. Everybody gets the same token ids.
 """
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from .conversion import to_marian
 from .data import encode_pairs
 from .exporting import export_model
 from .loading import load_model, load_translator
+from .metrics import compute_metrics
 from .tokenization import train_tokenizer
 from .training import TinyTFMTrainer
 from .translation import BATCH_TOKENS, translate
 
-JOEYNMT = "JoeyNMT"
+JOEYNMT, PHONETISAURUS = "JoeyNMT", "Phonetisaurus"
 SMOOTHING = 0.1
 WARM_UP = 3  # updates at the beginning of a turn that do not count
 CHUNK = 32  # lines that MarianMT gets at a time, as they come
@@ -291,6 +292,51 @@ def _exported(
         ),
         "CTranslate2 int8": direct,
     }
+
+
+def phonetisaurus(
+    training: Iterable[tuple[str, str]], words: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Trains Phonetisaurus and has it pronounce words it has not seen.
+
+    It aligns letters with phonemes by EM, counts n-grams of what was aligned, and searches the
+    transducer made of them (Novak, Minematsu and Hirose 2016); with its own settings.
+
+    Args:
+        training: Words and their phonemes, with spaces between; a word may occur again.
+        words: What to pronounce.
+        references: All pronunciations of each.
+
+    Returns:
+        `wer` and `per`, and the `seconds` that training took.
+
+    Raises:
+        RuntimeError: If it fails.
+    """
+
+    def run(*arguments: str, text: str | None = None) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "phonetisaurus", *arguments],
+            input=text,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"Phonetisaurus failed: {done.stderr[-2000:]}")
+        return done.stdout
+
+    with tempfile.TemporaryDirectory() as folder:
+        lexicon, model = Path(folder) / "lexicon", Path(folder) / "model.fst"
+        lines = (f"{word} {phonemes}\n" for word, phonemes in training)
+        lexicon.write_text("".join(lines), encoding="utf-8")
+        start = time.perf_counter()
+        run("train", "--model", str(model), str(lexicon))
+        seconds = time.perf_counter() - start
+        spoken = run("predict", "--model", str(model), text="".join(f"{word}\n" for word in words))
+    # It leaves out words that it cannot read.
+    phonemes_of = dict(line.partition(" ")[::2] for line in spoken.splitlines())
+    outputs = [phonemes_of.get(word, "") for word in words]
+    return {**compute_metrics(("wer", "per"), outputs, references)[0], "seconds": seconds}
 
 
 def agreement(contenders: dict[str, Callable[[], list[str]]]) -> None:
