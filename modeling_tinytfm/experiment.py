@@ -27,6 +27,7 @@ from .flops import describe_flops
 from .language_modeling import LanguageModel
 from .loading import load_tokenizer
 from .machine import (
+    allocator,
     from_main_process,
     leaves_bf16,
     machine_facts,
@@ -393,6 +394,8 @@ class Experiment:
                 + "; weights shared out among the processes (FSDP)" * trainer.is_fsdp_enabled,
             ),
         ]
+        if (memory := allocator(arguments)) is not None:
+            rows.append(("allocator", memory))
         if self.checkpoint is not None:
             rows.append(("resumed from", self.checkpoint))
         elif recipe.training.resume_from_checkpoint:

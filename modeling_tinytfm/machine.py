@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -136,6 +137,16 @@ def leaves_bf16(arguments: TrainingArguments) -> bool:
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
     has_bf16 = capabilities.get("avx512_bf16", False)
     return arguments.device.type == "cpu" and precision(arguments) == "fp32" and has_bf16
+
+
+def allocator(arguments: TrainingArguments) -> str | None:
+    """What a run on a CPU of Linux should know of the library that lends memory, in words."""
+    if arguments.device.type != "cpu" or sys.platform != "linux":
+        return None
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if "malloc" in preloaded:
+        return Path(preloaded).name
+    return "the system's; tcmalloc is faster: apt-get install libtcmalloc-minimal4"
 
 
 def machine_facts(arguments: TrainingArguments, threads: int) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class _NextToken:
         self.cache = outputs.get(CACHE) if self.use_cache else None
         return outputs.logits[:, -1].float().log_softmax(dim=-1)
 
-    def reorder(self, rows: Tensor, left: bool) -> None:
+    def reorder(self, rows: Any, left: bool) -> None:
         """Lets each beam go on from what another one has read and written.
 
         Args:

@@ -4,6 +4,7 @@
   train       training on a file of pairs, end to end: MarianMT, JoeyNMT
   generate    generate(), greedy and beam search: MarianMT
   translate   lines through a trained model: MarianMT, CTranslate2
+  pronounce   words of CMUdict, errors and time of training: Phonetisaurus
   memory      peak memory of a training step: MarianMT
   scaling     time and memory as length, batch, vocabulary or depth grow
   import      importing the package: transformers' own classes
@@ -11,6 +12,11 @@
 A ratio above 1 means that TinyTFM is faster, or needs less. Ratios are medians over the rounds,
 with their quartiles.
 """
+
+if __name__ == "__main__":
+    import environment
+
+    environment.prepare()  # before torch is loaded
 
 import argparse
 import json
@@ -25,17 +31,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# As in train.py, for all contenders: threads that wait neither sleep at once nor spin for long, and
-# programs for products are kept. So is freed memory.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "10000")
-
 import torch
 from transformers.utils import logging
 
 from modeling_tinytfm import benchmarking, end_to_end
-from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.benchmarking import MARIAN, OURS, SIZES, Size
 from modeling_tinytfm.translation import read_lines
 
@@ -50,7 +49,6 @@ IMPORTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, measures and prints; returns the exit status."""
     options = parse(argv)
-    keep_freed_memory()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     threads = options.threads or len(os.sched_getaffinity(0))
@@ -67,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "work": options.work,
             "device": device_name(options.device),
             "threads": threads,
+            "preloaded": os.environ.get("LD_PRELOAD"),
             "rounds": options.rounds,
             "clock": "CPU time" if options.cpu_time else "time",
             "versions": {
@@ -97,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--pairs", nargs=2, metavar=("SOURCE", "TARGET"), help="train: two files")
     parser.add_argument("--updates", type=int, default=40, help="train: of a turn (default: 40)")
-    parser.add_argument("--model", help="translate: a folder that train.py made")
+    parser.add_argument("--model", help="translate, pronounce: a folder that train.py made")
     parser.add_argument("--lines", help="translate: a file of source lines, plain or .gz")
     parser.add_argument("--num-beams", type=int, default=4, help="translate (default: 4)")
     parser.add_argument("--pictures", help="scaling: draw the curves into this folder")
@@ -181,6 +180,29 @@ def translate(options: argparse.Namespace) -> Rows:
     return benchmarking.as_rows(timings, size=f"{len(lines):,} lines", num_beams=options.num_beams)
 
 
+def pronounce(options: argparse.Namespace) -> Rows:
+    """Errors on the test words of configs/cmudict_g2p.yaml, and what training took."""
+    from modeling_tinytfm.data import cmudict_pairs
+    from modeling_tinytfm.run_folder import finished_scores
+
+    rows: Rows = []
+    if options.model is not None:
+        scores = finished_scores(Path(options.model)) or {}
+        if "test_wer" not in scores:
+            raise ValueError(f"--model {options.model} is no finished run of cmudict_g2p.yaml")
+        names = {"wer": "test_wer", "per": "test_per", "seconds": "train_runtime"}
+        rows.append({"name": OURS, **{key: scores[name] for key, name in names.items()}})
+    splits, _ = cmudict_pairs()
+    train, test = splits["train"], splits["test"]
+    if options.quick:
+        train, test = train.select(range(500)), test.select(range(50))
+    if optional("phonetisaurus", "phonetisaurus==0.3.0"):
+        pairs = zip(train["source"][:], train["target"][:], strict=True)
+        of_peer = end_to_end.phonetisaurus(pairs, test["source"][:], test["references"][:])
+        rows.append({"name": end_to_end.PHONETISAURUS, **of_peer})
+    return [{"size": f"{len(test):,} words", **row} for row in rows]
+
+
 def memory(options: argparse.Namespace) -> Rows:
     """Peak memory: model, optimizer, batch and two steps, above what importing takes."""
     rows: Rows = []
@@ -248,6 +270,7 @@ WORKS = {
     "train": train,
     "generate": generate,
     "translate": translate,
+    "pronounce": pronounce,
     "memory": memory,
     "scaling": scaling,
     "import": imports,
@@ -281,6 +304,9 @@ def described(row: dict[str, Any]) -> str:
     if "num_beams" in row:
         parts.append(f"beam {row['num_beams']}")
     line = f"{', '.join(parts)}: {row['name']}"
+    if "wer" in row:
+        errors = f"WER {100 * row['wer']:.2f} %, PER {100 * row['per']:.2f} %"
+        return f"{line} {errors}, trained in {row['seconds']:,.0f} s"
     if "mebibytes" in row:
         return f"{line} {row['mebibytes']:,.0f} MiB, ratio {row['ratio']:.2f}"
     if "time_exponent" in row:

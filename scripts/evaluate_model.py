@@ -1,19 +1,16 @@
 """Score a trained model on a split of its recipe, or on a file of pairs."""
 
+if __name__ == "__main__":
+    import environment
+
+    environment.prepare()  # before torch is loaded
+
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
-# As in train.py: threads that wait neither sleep at once nor spin for long.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
-os.environ.setdefault("TQDM_DELAY", "1")
-
 from transformers.utils import logging
 
-from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.reports import describe_scores, write_json
 from modeling_tinytfm.scoring import score_model
 
@@ -34,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-beams", type=int, help="width of the search (default: the model's)")
     parser.add_argument("--json", help="also write the scores, unrounded, into this file")
     options = parser.parse_args(argv)
-    keep_freed_memory()
     logging.disable_progress_bar()  # the one of loading weights
     try:
         scores = score_model(

@@ -3,15 +3,15 @@
 A name that ends in .json saves the numbers alone.
 """
 
+if __name__ == "__main__":
+    import environment
+
+    environment.prepare()  # before torch is loaded
+
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-# As in train.py: threads that wait neither sleep at once nor spin for long.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from transformers.utils import logging
 

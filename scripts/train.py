@@ -1,5 +1,10 @@
 """Train, measure and save a model from a recipe: see --help."""
 
+if __name__ == "__main__":
+    import environment
+
+    environment.prepare()  # before torch is loaded
+
 import argparse
 import atexit
 import os
@@ -11,20 +16,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-# How long a thread that waits for work spins, which OpenMP reads when torch is loaded. Sleeping at
-# once makes small models 1.6 times slower; spinning for long, all else on a busy machine.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Programs for products of matrices that oneDNN keeps, one for each shape. Batches of an epoch have
-# thousands of shapes; where they do not all fit, each is compiled anew every time it comes.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "10000")
-# A progress bar is for what takes longer than this many seconds; tqdm reads it when it is loaded.
-os.environ.setdefault("TQDM_DELAY", "1")
-
 import torch
 from transformers.utils import logging
 
-from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.recipe_docs import help_text
 from modeling_tinytfm.recipes import load_recipe
 
@@ -34,7 +28,6 @@ OWN_DATA = re.compile(r"data\.((train|validation|test)_\w*file|dataset_name)=")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the recipe; returns the exit status."""
-    keep_freed_memory()
     logging.disable_progress_bar()  # one for each checkpoint that is written
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
     # The one tells that it goes by the numbers of checkpoints, the other what is refused below.

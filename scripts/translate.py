@@ -1,5 +1,10 @@
 """Translate lines with a trained model, or several together: lines in, lines out, in that order."""
 
+if __name__ == "__main__":
+    import environment
+
+    environment.prepare()  # before torch is loaded
+
 import argparse
 import os
 import sys
@@ -8,14 +13,9 @@ from contextlib import ExitStack
 from itertools import islice, repeat, zip_longest
 from typing import Any, TextIO
 
-# As in train.py: threads that wait neither sleep at once nor spin for long.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
 from transformers.utils import logging
 
 from modeling_tinytfm import translation
-from modeling_tinytfm.allocator import keep_freed_memory
 from modeling_tinytfm.loading import load_translator
 
 CHUNK = 10_000  # lines read before any are written: more would only need more memory
@@ -31,7 +31,6 @@ HELP = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and translates; returns the exit status."""
     options = parse(argv)
-    keep_freed_memory()
     logging.disable_progress_bar()  # the one of loading weights
     try:
         with ExitStack() as files:

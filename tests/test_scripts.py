@@ -1,5 +1,6 @@
 """Tests of scripts/: what a person types, reads and pipes."""
 
+import ast
 import hashlib
 import importlib.util
 import io
@@ -47,6 +48,7 @@ def script(name: str):
 train, translating, evaluating, averaging = map(
     script, ("train", "translate", "evaluate_model", "average_checkpoints")
 )
+preparing = script("environment")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,75 @@ def _no_bars(workplace):
 
 
 @pytest.mark.parametrize("name", ["train", "translate", "evaluate_model", "see", "benchmark"])
-def test_threads_spin_for_a_while_unless_the_user_says_otherwise(monkeypatch, name):
+def test_what_computes_prepares_before_anything_is_loaded(name):
+    first = ast.parse((ROOT / f"scripts/{name}.py").read_text(encoding="utf-8")).body[1]
+    wanted = "if __name__ == '__main__':\n    import environment\n    environment.prepare()"
+    assert ast.unparse(first) == wanted
+
+
+@pytest.fixture
+def restarts(monkeypatch, tmp_path):
+    """What would be started in place of this process, where tcmalloc lies in a `lib` here."""
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(preparing, "FOLDERS", (tmp_path / "none", tmp_path / "lib"))
+    monkeypatch.setattr(preparing, "VARIABLES", {})
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    (tmp_path / "lib").mkdir()
+    return commands
+
+
+@pytest.mark.parametrize("file", ["libtcmalloc_minimal.so.4", "libtcmalloc.so.4"])
+def test_a_script_starts_anew_with_tcmalloc(monkeypatch, restarts, tmp_path, file):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "scripts/train.py", "a b", "--x"])
+    preparing.prepare()
+    assert restarts == []  # it is not installed
+    library = tmp_path / "lib" / file
+    library.touch()
+    preparing.prepare()
+    assert restarts == [(sys.executable, [sys.executable, "-u", "scripts/train.py", "a b", "--x"])]
+    assert os.environ["LD_PRELOAD"] == str(library)
+    preparing.prepare()
+    assert len(restarts) == 1  # once, whether or not the system could load it
+
+
+@pytest.mark.parametrize("own", ["", "libjemalloc.so.2"])
+def test_a_users_own_allocator_stays(monkeypatch, restarts, tmp_path, own):
+    (tmp_path / "lib/libtcmalloc_minimal.so.4").touch()
+    monkeypatch.setenv("LD_PRELOAD", own)
+    preparing.prepare()
+    assert restarts == []
+    assert os.environ["LD_PRELOAD"] == own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+def test_a_process_that_starts_anew_has_its_arguments_input_and_status(tmp_path):
+    shutil.copy(ROOT / "scripts/environment.py", tmp_path)
+    library = next(Path(sys.prefix, "lib").rglob("libgomp*.so*"))  # any that can be loaded
+    (tmp_path / "lib").mkdir()
+    shutil.copy(library, tmp_path / "lib/libtcmalloc_minimal.so.4")
+    (tmp_path / "probe.py").write_text(
+        "import os, pathlib, sys\nimport environment\n"
+        f"environment.FOLDERS = (pathlib.Path({str(tmp_path / 'lib')!r}),)\n"
+        "environment.prepare()\n"
+        "mapped = os.environ['LD_PRELOAD'] in pathlib.Path('/proc/self/maps').read_text()\n"
+        "print(mapped, sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "probe.py", "a b", "--x"],
+        input="text",
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("True ['a b', '--x'] text\n", "")
+    assert done.returncode == 7
+
+
+@pytest.mark.usefixtures("restarts")
+def test_threads_spin_for_a_while_unless_the_user_says_otherwise(monkeypatch):
     for policy, count, expected in (
         (None, None, "10000"),
         ("PASSIVE", None, None),
@@ -68,7 +138,7 @@ def test_threads_spin_for_a_while_unless_the_user_says_otherwise(monkeypatch, na
             monkeypatch.setenv(variable, value or "")
             if value is None:
                 monkeypatch.delenv(variable)
-        script(name)
+        preparing.prepare()
         assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
