@@ -280,6 +280,7 @@ class Experiment:
         trainer = self.trainer
         self.say(self.plan())
         trained = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        trainer.save_state()  # what was logged
         history = list(trainer.state.log_history)
         if self.checkpoint is not None:
             # The Trainer's own is the mean over the updates since the checkpoint.

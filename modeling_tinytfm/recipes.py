@@ -130,6 +130,10 @@ class Recipe:
                     document[section][name] = Path(value).name
         return _build_recipe(self.name, document, {})
 
+    def value(self, dotted: str) -> Any:
+        """What a dotted key is set to, or its default."""
+        return _dotted(self.to_dict()).get(dotted, _default(dotted))
+
     def differences(self, other: Recipe) -> list[str]:
         """Dotted keys in which two recipes describe different runs.
 

@@ -25,7 +25,7 @@ FLOORS = (
     {"tokenization", "data", "batching", "metrics", "translation", "conversion"},
     {"encoding", "flops", "sharding", "sight"},
     {"ctranslate2_model", "onnx_export"},
-    {"loading", "reports", "seeing", "resegmentation", "streaming"},
+    {"loading", "reports", "comparing", "seeing", "resegmentation", "streaming"},
     {"checkpoints", "exporting"},
     {"importing"},
     {"machine", "run_folder"},

@@ -144,7 +144,7 @@ def test_a_run_leaves_everything_in_its_folder(recipe, said, with_curves):
         *("configuration_tinytfm.py", "modeling_tinytfm.py"),
         *("tokenizer.json", "tokenizer_config.json"),
         *("train_results.json", "eval_results.json", "test_results.json", "all_results.json"),
-        *("predictions_test.jsonl", "curves.png", "run.json", "README.md"),
+        *("predictions_test.jsonl", "curves.png", "run.json", "README.md", "trainer_state.json"),
         *("checkpoint-2", "checkpoint-4"),
     }
     # What is published holds no pickles, and no file knows where it was made.
