@@ -51,8 +51,8 @@ def compare_runs(folders: Iterable[str | Path], measure: str = "loss") -> list[G
         The groups, in the order of their first runs.
 
     Raises:
-        ValueError: If there is no such measure, a run did not measure it, or two folders hold runs
-            of the same seed.
+        ValueError: If there is no such measure, a run did not measure it, two folders hold runs of
+            the same seed, or the runs of a group have no update in common.
         OSError: If a folder holds no run that was trained to its end.
     """
     if measure not in MEASURES:
@@ -72,7 +72,11 @@ def compare_runs(folders: Iterable[str | Path], measure: str = "loss") -> list[G
         if seed in members:
             raise ValueError(f"{folder} holds a run that another folder holds, too, seed included")
         members[seed] = values
-    return [Group(label, list(members.values())) for label, members in groups.items()]
+    found = [Group(label, list(members.values())) for label, members in groups.items()]
+    for group in found:
+        if not group.steps():
+            raise ValueError(f"the runs of {group.label} were never measured at the same update")
+    return found
 
 
 def _read(folder: Path, measure: str) -> tuple[Recipe, dict[int, float]]:

@@ -9,16 +9,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
-from .configuration_tinytfm import TinyTFMConfig
-from .search import ONLY_SEARCHED, SEARCHED, as_list, beam_search, length_penalty, pad, penalty_form
+from .modeling_tinytfm import TinyTFMForConditionalGeneration
+from .search import ONLY_SEARCHED, as_list, beam_search, length_penalty, pad, penalty_form
 
 # Section 6.1 of the paper: outputs are at most this much longer than the input.
 EXTRA_TOKENS = 50
 # Arguments of generate() of which the search here has no use.
 _NOT_SEARCHED = ("assistant_model", "streamer")
+# Settings with which it finds what generate() finds. What changes probabilities is not among them:
+# in greedy search, generate() changes logits.
+_PLAIN = {
+    *("num_beams", "early_stopping", "length_penalty", "max_length", "max_new_tokens", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("length_penalty_form", "transformers_version", "_from_model_config"),
+}
 
 
 class Hypothesis(NamedTuple):
@@ -236,8 +243,8 @@ def generate_batch(
 def _searches_alike(model: Any, generation: dict[str, Any]) -> bool:
     """Whether `beam_search` finds what `generate()` would, and sooner."""
     settings = {**model.generation_config.to_diff_dict(), **generation}
-    own = model.config.model_type == TinyTFMConfig.model_type
-    return own and GenerationConfig(**settings).get_generation_mode() in SEARCHED
+    asked = {name for name, value in settings.items() if value is not None and value is not False}
+    return isinstance(model, TinyTFMForConditionalGeneration) and asked <= _PLAIN
 
 
 def _without_ends(row: list[int], ends: Sequence[int], pad_token_id: int | None) -> tuple[int, ...]:

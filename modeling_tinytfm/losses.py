@@ -77,9 +77,11 @@ class ProjectedLoss(torch.autograd.Function):
                 if bias_V is not None:
                     logits_RV += bias_V
                 torch.softmax(logits_RV, dim=-1, out=grad_RV)
-                # log(sum(exp(x))), from the likeliest word: others' p may be too small for a float.
-                log_sums_R = logits_RV.amax(dim=1) - grad_RV.amax(dim=1).log()
-                total += log_sums_R.sum() - (1 - e) * logits_RV.gather(1, labels_R1).sum()
+                # log(sum(exp(x))) is that of the likeliest word, whose p is never too small.
+                behind_R1 = logits_RV.amax(1, True) - logits_RV.gather(1, labels_R1)
+                total += (behind_R1 - grad_RV.amax(1, True).log()).sum()
+                if e:
+                    total += e * logits_RV.gather(1, labels_R1).sum()
                 grad_RV.scatter_add_(1, labels_R1, grad_RV.new_full(labels_R1.shape, e - 1))
                 if bias_grad is not None:
                     bias_grad += grad_RV.sum(dim=0)

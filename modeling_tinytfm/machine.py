@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -143,9 +144,9 @@ def allocator(arguments: TrainingArguments) -> str | None:
     """What a run on a CPU of Linux should know of the library that lends memory, in words."""
     if arguments.device.type != "cpu" or sys.platform != "linux":
         return None
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    if "malloc" in preloaded:
-        return Path(preloaded).name
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    if found := re.search(r"/lib(\w*malloc)\w*\.so", mapped):
+        return found[1]
     return "the system's; tcmalloc is faster: apt-get install libtcmalloc-minimal4"
 
 

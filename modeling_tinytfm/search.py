@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationConfig
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from .modeling_tinytfm import CACHE
 
 LengthPenaltyForm = Literal["length", "gnmt"]
-SEARCHED = (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH)
 ONLY_SEARCHED = "with several models, a prefix or length_penalty_form='gnmt'"
 CROWDED = 0.75  # sources leave when at most so many of the batch go on
 
@@ -135,7 +134,7 @@ def beam_search(
     A hypothesis that ends, among the best K of its step, is finished: its score is its
     log-probability / `length_penalty`. A source is done when its K finished ones are better than
     the best unfinished one could become, as `early_stopping` reckons it. It leaves the batch then,
-    unless a logits processor may count on its place.
+    unless a logits processor or a criterion of the caller's may count on its place.
 
     Args:
         model: The first of `models`, which has read the sources already.
@@ -154,7 +153,7 @@ def beam_search(
         ValueError: If the settings ask for another way to generate, or a prefix is too long.
     """
     mode = generation_config.get_generation_mode()
-    if mode not in SEARCHED:
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
         raise ValueError(f"{mode.value} cannot be used {ONLY_SEARCHED}")
     num_beams, exponent = generation_config.num_beams, generation_config.length_penalty
     batch, start, longest = (
@@ -170,13 +169,14 @@ def beam_search(
     hopeful = generation_config.early_stopping == "never" and exponent > 0
     # So many that K of them go on, even if every beam ends in every way it can.
     num_candidates = num_beams * max(2, 1 + len(as_list(generation_config.eos_token_id)))
-    may_leave = not logits_processor and generation_config.cache_implementation is None
+    criteria = {type(one).__module__ for one in stopping_criteria}
+    may_leave = not logits_processor and criteria <= {StoppingCriteria.__module__}
 
     here_B = torch.arange(batch, device=device)  # the sources that have not left
-    found_scores_BK = torch.empty((batch, num_beams), device=device)
+    found_scores_BK = torch.empty((batch, num_beams), dtype=torch.float32, device=device)
     found_BKT = input_ids.new_empty((batch, num_beams, longest))
     ids_BKT = input_ids.unflatten(0, (batch, num_beams))
-    scores_BK = torch.full((batch, num_beams), -math.inf, device=device)
+    scores_BK = torch.full_like(found_scores_BK, -math.inf)
     scores_BK[:, 0] = 0.0  # all beams are still the same one
     finished_BK = torch.full_like(scores_BK, -math.inf)
     finished_BKT = ids_BKT.new_full((batch, num_beams, longest), filler)

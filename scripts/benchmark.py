@@ -183,12 +183,14 @@ def translate(options: argparse.Namespace) -> Rows:
 def pronounce(options: argparse.Namespace) -> Rows:
     """Errors on the test words of configs/cmudict_g2p.yaml, and what training took."""
     from modeling_tinytfm.data import cmudict_pairs
+    from modeling_tinytfm.recipes import RECIPE_FILE, load_recipe
     from modeling_tinytfm.run_folder import finished_scores
 
     rows: Rows = []
     if options.model is not None:
-        scores = finished_scores(Path(options.model)) or {}
-        if "test_wer" not in scores:
+        folder = Path(options.model)
+        scores = finished_scores(folder)
+        if scores is None or load_recipe(folder / RECIPE_FILE).data.generator != "cmudict":
             raise ValueError(f"--model {options.model} is no finished run of cmudict_g2p.yaml")
         names = {"wer": "test_wer", "per": "test_per", "seconds": "train_runtime"}
         rows.append({"name": OURS, **{key: scores[name] for key, name in names.items()}})

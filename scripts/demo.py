@@ -1,5 +1,10 @@
 """A live page: type a sentence, get the best outputs, and see the model think. Needs no network."""
 
+if __name__ == "__main__":
+    import environment
+
+    environment.prepare()  # before torch is loaded
+
 import argparse
 import os
 import sys

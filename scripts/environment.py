@@ -15,6 +15,7 @@ VARIABLES = {
     # A progress bar is for what takes longer than this many seconds.
     "TQDM_DELAY": "1",
 }
+RESTARTED = "TINYTFM_RESTARTED"  # once, even where LD_PRELOAD gets lost
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 FOLDERS = (
     Path(sys.prefix) / "lib",  # conda's
@@ -41,12 +42,15 @@ def preload_tcmalloc() -> None:
     glibc's allocator is not made for tensors: it gives memory back to the system and takes it again
     in every step, and what it keeps falls to pieces as batches of other shapes come.
     """
-    if sys.platform != "linux" or "LD_PRELOAD" in os.environ:
+    if sys.platform != "linux" or "LD_PRELOAD" in os.environ or RESTARTED in os.environ:
         return
-    places = (folder / name for name in TCMALLOC for folder in FOLDERS)
-    library = next((place for place in places if place.exists()), None)
-    if library is not None:
+    if sys.argv[0] not in sys.orig_argv or sys.gettrace() is not None:
+        return  # run by another program, or under a debugger
+    places = (str(folder / name) for folder in FOLDERS for name in TCMALLOC)
+    # Spaces and colons part the names of several libraries.
+    usable = (place for place in places if not {" ", ":"} & {*place} and os.path.exists(place))
+    if library := next(usable, None):
         # It tells of every gigabyte otherwise.
         os.environ.setdefault("TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD", str(2**60))
-        os.environ["LD_PRELOAD"] = str(library)
+        os.environ.update({"LD_PRELOAD": library, RESTARTED: "1"})
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -68,6 +68,11 @@ def test_what_cannot_be_compared_is_named(run, tmp_path):
         compare_runs([first, run("b", [3.0])])
     with pytest.raises(ValueError, match=r"a did not measure bleu in validation"):
         compare_runs([first], "bleu")
+    other = run("c", [], "training.seed=7")
+    state = json.dumps({"log_history": [{"step": 15, "eval_loss": 2.0}]})
+    Path(other, "trainer_state.json").write_text(state, encoding="utf-8")
+    with pytest.raises(ValueError, match="the runs of one recipe were never measured at the same"):
+        compare_runs([first, other])
     with pytest.raises(ValueError, match=r"'blue' is none of loss, "):
         compare_runs([first], "blue")
     (tmp_path / "a/trainer_state.json").unlink()
@@ -90,7 +95,10 @@ def test_the_picture_has_a_curve_and_a_band_for_each_group(run, tmp_path, monkey
     )
     folders = [run("a", [3.0, 2.0], "training.seed=1"), run("b", [5.0, 1.0], "training.seed=2")]
     draw_comparison(compare_runs(folders), "loss", tmp_path / "curves.png")
-    assert drawn == [("one recipe", [10, 20], (4.0, 1.5)), ("band", [10, 20], (3.0, 1.0), (5.0, 2.0))]
+    assert drawn == [
+        ("one recipe", [10, 20], (4.0, 1.5)),
+        ("band", [10, 20], (3.0, 1.0), (5.0, 2.0)),
+    ]
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.size == (840, 480)
 

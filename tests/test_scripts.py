@@ -59,7 +59,9 @@ def _no_bars(workplace):
     datasets.enable_progress_bars()
 
 
-@pytest.mark.parametrize("name", ["train", "translate", "evaluate_model", "see", "benchmark"])
+@pytest.mark.parametrize(
+    "name", ["train", "translate", "evaluate_model", "see", "demo", "benchmark"]
+)
 def test_what_computes_prepares_before_anything_is_loaded(name):
     first = ast.parse((ROOT / f"scripts/{name}.py").read_text(encoding="utf-8")).body[1]
     wanted = "if __name__ == '__main__':\n    import environment\n    environment.prepare()"
@@ -74,14 +76,21 @@ def restarts(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(preparing, "FOLDERS", (tmp_path / "none", tmp_path / "lib"))
     monkeypatch.setattr(preparing, "VARIABLES", {})
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "scripts/train.py", "a b", "--x"])
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    for name in (
+        *("LD_PRELOAD", "GOMP_SPINCOUNT", "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"),
+        preparing.RESTARTED,
+    ):
+        monkeypatch.setenv(name, "")  # so that it is put back, also where there is none
+        monkeypatch.delenv(name)
     (tmp_path / "lib").mkdir()
     return commands
 
 
 @pytest.mark.parametrize("file", ["libtcmalloc_minimal.so.4", "libtcmalloc.so.4"])
 def test_a_script_starts_anew_with_tcmalloc(monkeypatch, restarts, tmp_path, file):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "scripts/train.py", "a b", "--x"])
     preparing.prepare()
     assert restarts == []  # it is not installed
     library = tmp_path / "lib" / file
@@ -89,6 +98,8 @@ def test_a_script_starts_anew_with_tcmalloc(monkeypatch, restarts, tmp_path, fil
     preparing.prepare()
     assert restarts == [(sys.executable, [sys.executable, "-u", "scripts/train.py", "a b", "--x"])]
     assert os.environ["LD_PRELOAD"] == str(library)
+    preparing.prepare()
+    monkeypatch.delenv("LD_PRELOAD")
     preparing.prepare()
     assert len(restarts) == 1  # once, whether or not the system could load it
 
@@ -102,10 +113,27 @@ def test_a_users_own_allocator_stays(monkeypatch, restarts, tmp_path, own):
     assert os.environ["LD_PRELOAD"] == own
 
 
+def test_nothing_starts_anew_that_is_not_the_script(monkeypatch, restarts, tmp_path):
+    library = tmp_path / "lib/libtcmalloc_minimal.so.4"
+    library.touch()
+    with monkeypatch.context() as notebook:
+        notebook.setattr(sys, "orig_argv", ["python", "-m", "ipykernel_launcher"])
+        preparing.prepare()
+    with monkeypatch.context() as debugger:
+        debugger.setattr(sys, "gettrace", lambda: print)
+        preparing.prepare()
+    with monkeypatch.context() as spaces:
+        library.rename(library.with_name("my own"))
+        spaces.setattr(preparing, "TCMALLOC", ("my own",))
+        preparing.prepare()
+    assert restarts == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
 def test_a_process_that_starts_anew_has_its_arguments_input_and_status(tmp_path):
     shutil.copy(ROOT / "scripts/environment.py", tmp_path)
-    library = next(Path(sys.prefix, "lib").rglob("libgomp*.so*"))  # any that can be loaded
+    maps = Path("/proc/self/maps").read_text()
+    library = re.search(r"/\S*libstdc\+\+\S*", maps)[0]  # any that can be loaded
     (tmp_path / "lib").mkdir()
     shutil.copy(library, tmp_path / "lib/libtcmalloc_minimal.so.4")
     (tmp_path / "probe.py").write_text(
@@ -115,7 +143,8 @@ def test_a_process_that_starts_anew_has_its_arguments_input_and_status(tmp_path)
         "mapped = os.environ['LD_PRELOAD'] in pathlib.Path('/proc/self/maps').read_text()\n"
         "print(mapped, sys.argv[1:], sys.stdin.read())\nsys.exit(7)\n"
     )
-    clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    settled = {"LD_PRELOAD", preparing.RESTARTED}
+    clean = {name: value for name, value in os.environ.items() if name not in settled}
     done = subprocess.run(
         [sys.executable, tmp_path / "probe.py", "a b", "--x"],
         input="text",

@@ -11,7 +11,7 @@ import torch
 from test_generation import EOS, PAD, START, greedy, stripped, talkative
 from test_translation import digits  # noqa: F401 - a fixture
 from tiny import reversal_batch, tiny_model
-from transformers import DynamicCache, MarianConfig, MarianMTModel
+from transformers import DynamicCache, GenerationConfig, MarianConfig, MarianMTModel
 
 from modeling_tinytfm import TinyTFMForConditionalGeneration
 from modeling_tinytfm import search as search_module
@@ -276,8 +276,12 @@ def test_sources_that_are_done_leave_and_nothing_else_changes(
         torch.testing.assert_close(other.sequences_scores, found[0].sequences_scores)
 
 
+def never(ids, scores, **options):
+    return torch.zeros(len(ids), dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
-    "settings", [{"encoder_no_repeat_ngram_size": 2}, {"cache_implementation": "static"}], ids=str
+    "settings", [{"encoder_no_repeat_ngram_size": 2}, {"stopping_criteria": [never]}], ids=str
 )
 def test_nobody_leaves_where_a_place_in_the_batch_may_count(reverser, settings):
     batch = reversal_batch(8, torch.Generator().manual_seed(7))
@@ -297,6 +301,11 @@ def test_nobody_leaves_where_a_place_in_the_batch_may_count(reverser, settings):
         ({}, True),
         ({"num_beams": 1}, True),
         ({"num_beams": 4, "early_stopping": "never"}, True),
+        ({"num_beams": 1, "streamer": None, "repetition_penalty": None}, True),
+        ({"num_beams": 1, "repetition_penalty": 1.3}, False),
+        ({"cache_implementation": "static"}, False),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: list(range(13))}, False),
+        ({"generation_config": GenerationConfig(do_sample=True, max_new_tokens=14)}, False),
         ({"do_sample": True, "top_k": 1}, False),
         ({"num_beams": 3, "do_sample": True}, False),
         ({"prompt_lookup_num_tokens": 2, "num_beams": 1}, False),
