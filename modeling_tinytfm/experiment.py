@@ -154,6 +154,7 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         callbacks=callbacks,
         max_tokens=recipe.data.max_tokens,
         noam=recipe.training.is_noam,
+        cooldown_steps=recipe.training.cooldown_steps or 0,
         metrics=recipe.evaluation.metrics or (),
         eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
     )

@@ -544,6 +544,8 @@ def _training(facts: Facts) -> Iterator[str]:
 def _schedule(recipe: Recipe) -> str:
     chosen = recipe.training.arguments
     warmup = f"{chosen.get('warmup_steps', 0)} steps of warmup"
+    if recipe.training.cooldown_steps is not None:
+        warmup += f", to zero over the last {recipe.training.cooldown_steps}"
     if recipe.training.is_noam:
         return f"the paper's schedule (Eq. 3), {warmup}"
     peak = chosen.get("learning_rate", 5e-5)

@@ -234,6 +234,10 @@ def _check_generation(generation: Mapping[str, Any]) -> None:
         raise ValueError(f"generation={dict(generation)!r}: {error}") from None
 
 
+# Schedules that follow what is evaluated.
+_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+
+
 def _check_training(training: TrainingSettings) -> None:
     arguments = training.trainer_arguments()
     keys = section_keys("training")
@@ -264,6 +268,8 @@ def _check_training(training: TrainingSettings) -> None:
         )
     if training.is_noam:
         _check_noam(training.arguments)
+    if training.cooldown_steps is not None:
+        _check_cooldown(training)
     needs_checkpoints = {
         key: getattr(training, key)
         for key in ("average_last", "average_best")
@@ -282,7 +288,7 @@ def _check_training(training: TrainingSettings) -> None:
         "load_best_model_at_end": effective("load_best_model_at_end") or None,
         "save_strategy": "best" if effective("save_strategy") == "best" else None,
         "lr_scheduler_type": training.lr_scheduler_type
-        if training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        if training.lr_scheduler_type in _BY_EVALUATION
         else None,
     }
     for key, value in needs_evaluations.items():
@@ -329,6 +335,19 @@ def _check_noam(arguments: Mapping[str, Any]) -> None:
                 f"training.{key}={arguments[key]!r} contradicts training.lr_scheduler_type=noam, "
                 "which computes the rate from model.d_model and training.warmup_steps"
             )
+
+
+def _check_cooldown(training: TrainingSettings) -> None:
+    steps, updates = training.cooldown_steps, training.arguments.get("max_steps", -1)
+    if steps and 0 < updates < steps:
+        raise ValueError(
+            f"training.cooldown_steps={steps} are more than all training.max_steps={updates}"
+        )
+    if training.lr_scheduler_type in _BY_EVALUATION:
+        raise ValueError(
+            f"training.cooldown_steps={steps} contradicts training.lr_scheduler_type="
+            f"{training.lr_scheduler_type}, which follows evaluations and not a plan"
+        )
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -197,6 +197,11 @@ class TrainingSettings:
     lr_scheduler_type: str = setting(
         "linear", "noam (the paper's, Eq. 3, from d_model and warmup_steps) or one of the Trainer's"
     )
+    cooldown_steps: int | None = setting(
+        None,
+        "last updates, over which the learning rate of any schedule goes linearly to zero",
+        minimum=1,
+    )
     average_last: int | None = setting(
         None, "average the last so many checkpoints, kept if it validates better", minimum=1
     )

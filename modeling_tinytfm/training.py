@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -84,6 +84,15 @@ def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
     return d_model**-0.5 * (min(decay, step * warmup_steps**-1.5) if warmup_steps else decay)
 
 
+def cool_down(scheduler: LambdaLR, updates: int, cooldown_steps: int) -> None:
+    """Has the rates of a schedule go linearly to zero over the last of its `updates`."""
+
+    def cooled(rate: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda done: rate(done) * min(1.0, max(0, updates - done) / cooldown_steps)
+
+    scheduler.lr_lambdas = [cooled(rate) for rate in scheduler.lr_lambdas]
+
+
 class EpochCallback(TrainerCallback):
     """Tells the batch sampler which epoch begins, also where a run is resumed in the middle of it.
 
@@ -121,6 +130,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             `args.per_device_train_batch_size` rows.
         noam: Whether the learning rate follows the paper's schedule, from `args.warmup_steps`, and
             not `args.lr_scheduler_type` and `args.learning_rate`.
+        cooldown_steps: Last updates, over which the rate goes linearly to zero.
         metrics: Names of text metrics; with any, evaluation generates.
         generation: Arguments of generate() in evaluation.
         eval_batch_tokens: Token budget of a batch in evaluation.
@@ -139,6 +149,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         *,
         max_tokens: int | None = None,
         noam: bool = False,
+        cooldown_steps: int = 0,
         metrics: Sequence[str] = (),
         generation: dict[str, Any] | None = None,
         eval_batch_tokens: int = BATCH_TOKENS,
@@ -160,6 +171,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         self.hub_model_id: Any
         self.max_tokens = max_tokens
         self.noam = noam
+        self.cooldown_steps = cooldown_steps
         self.metric_names = list(metrics)
         self.generation = generation or {}
         self.eval_batch_tokens = eval_batch_tokens
@@ -307,17 +319,22 @@ class TinyTFMTrainer(Seq2SeqTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """The paper's schedule, or the Trainer's."""
+        """The paper's schedule, or the Trainer's; cooled down at its end if that is asked for."""
         optimizer = self.optimizer if optimizer is None else optimizer
-        if not self.noam or optimizer is None or self.lr_scheduler is not None:
+        if self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] = 1.0  # the schedule multiplies it
-        d_model = self.model.config.d_model
-        warmup = self.args.get_warmup_steps(num_training_steps)
-        self.lr_scheduler = LambdaLR(optimizer, lambda n: noam_rate(n + 1, d_model, warmup))
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
+        if not self.noam or optimizer is None:
+            scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
+        else:
+            for group in optimizer.param_groups:
+                group["lr"] = 1.0  # the schedule multiplies it
+            d_model = self.model.config.d_model
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            scheduler = LambdaLR(optimizer, lambda n: noam_rate(n + 1, d_model, warmup))
+            self.lr_scheduler, self._created_lr_scheduler = scheduler, True
+        if self.cooldown_steps:
+            cool_down(scheduler, num_training_steps, self.cooldown_steps)
+        return scheduler
 
     def compute_loss(
         self,

@@ -377,6 +377,28 @@ def test_schedules_of_the_trainer_are_the_trainers(tmp_path, name):
     assert recorder.rates == pytest.approx(expected)
 
 
+def rates_of(folder, noam, cooldown_steps, resume_from=None):
+    recorder = Recorder()
+    settings = {"max_steps": 8, "warmup_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    if not noam:
+        settings |= {"lr_scheduler_type": "inverse_sqrt", "learning_rate": 0.01}
+    own = {"noam": noam, "cooldown_steps": cooldown_steps}
+    trainer = make_trainer(folder, callbacks=[recorder], own=own, rows=40, **settings)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return recorder.rates
+
+
+@pytest.mark.parametrize("noam", [True, False])
+def test_the_last_updates_cool_any_schedule_down(tmp_path, noam):
+    plain = rates_of(tmp_path / "plain", noam, 0)
+    shares = [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    cooled = rates_of(tmp_path / "cooled", noam, 4)
+    # The share of the first update is 4/4, that of the last one 1/4.
+    assert cooled == pytest.approx([a * b for a, b in zip(plain, shares, strict=True)])
+    resumed = rates_of(tmp_path / "cooled", noam, 4, str(tmp_path / "cooled/checkpoint-6"))
+    assert resumed == pytest.approx(cooled[6:])
+
+
 # The optimizer
 
 
