@@ -269,6 +269,8 @@ def _exported(
     """The model exported as int8, by `translate` and by CTranslate2 alone."""
     import ctranslate2
 
+    from .ctranslate2_model import PATIENCE
+
     export_model(folder, "ctranslate2", output, quantization="int8")
     exported, tokenizer = load_translator([output])
     alone = ctranslate2.Translator(str(output), intra_threads=torch.get_num_threads())
@@ -278,6 +280,7 @@ def _exported(
         results = alone.translate_batch(
             [tokenizer.convert_ids_to_tokens(ids) for ids in rows],
             beam_size=options["num_beams"],
+            patience=PATIENCE if options["num_beams"] > 1 else 1,  # the same search
             max_decoding_length=options["max_new_tokens"],
             max_batch_size=BATCH_TOKENS,
             batch_type="tokens",
