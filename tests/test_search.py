@@ -281,7 +281,9 @@ def never(ids, scores, **options):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"encoder_no_repeat_ngram_size": 2}, {"stopping_criteria": [never]}], ids=str
+    "settings",
+    [{"encoder_no_repeat_ngram_size": 2}, {"stopping_criteria": [never]}],
+    ids=["processor", "criterion"],
 )
 def test_nobody_leaves_where_a_place_in_the_batch_may_count(reverser, settings):
     batch = reversal_batch(8, torch.Generator().manual_seed(7))
@@ -310,7 +312,7 @@ def test_nobody_leaves_where_a_place_in_the_batch_may_count(reverser, settings):
         ({"num_beams": 3, "do_sample": True}, False),
         ({"prompt_lookup_num_tokens": 2, "num_beams": 1}, False),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_a_batch_shrinks_in_the_usual_searches(reverser, digits, settings, leaves):  # noqa: F811
     generator = torch.Generator().manual_seed(7)
