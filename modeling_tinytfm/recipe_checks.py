@@ -268,8 +268,11 @@ def _check_training(training: TrainingSettings) -> None:
         )
     if training.is_noam:
         _check_noam(training.arguments)
-    if training.cooldown_steps is not None:
-        _check_cooldown(training)
+    if training.cooldown_steps is not None and training.lr_scheduler_type in _BY_EVALUATION:
+        raise ValueError(
+            f"training.cooldown_steps={training.cooldown_steps} contradicts "
+            f"training.lr_scheduler_type={training.lr_scheduler_type}, which follows evaluations"
+        )
     needs_checkpoints = {
         key: getattr(training, key)
         for key in ("average_last", "average_best")
@@ -335,19 +338,6 @@ def _check_noam(arguments: Mapping[str, Any]) -> None:
                 f"training.{key}={arguments[key]!r} contradicts training.lr_scheduler_type=noam, "
                 "which computes the rate from model.d_model and training.warmup_steps"
             )
-
-
-def _check_cooldown(training: TrainingSettings) -> None:
-    steps, updates = training.cooldown_steps, training.arguments.get("max_steps", -1)
-    if steps and 0 < updates < steps:
-        raise ValueError(
-            f"training.cooldown_steps={steps} are more than all training.max_steps={updates}"
-        )
-    if training.lr_scheduler_type in _BY_EVALUATION:
-        raise ValueError(
-            f"training.cooldown_steps={steps} contradicts training.lr_scheduler_type="
-            f"{training.lr_scheduler_type}, which follows evaluations and not a plan"
-        )
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -85,7 +85,8 @@ def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
 
 
 def cool_down(scheduler: LambdaLR, updates: int, cooldown_steps: int) -> None:
-    """Has the rates of a schedule go linearly to zero over the last of its `updates`."""
+    """Has the rates of a schedule go linearly to zero over the last of its `updates`, or all."""
+    cooldown_steps = min(cooldown_steps, updates)
 
     def cooled(rate: Callable[[int], float]) -> Callable[[int], float]:
         return lambda done: rate(done) * min(1.0, max(0, updates - done) / cooldown_steps)

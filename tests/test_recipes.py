@@ -521,10 +521,6 @@ def test_text_metrics_are_those_of_texts(load):
         ),
         (["training.average_best=3"], ["training.average_best=3", "training.eval_strategy='no'"]),
         (
-            ["training.cooldown_steps=7", "training.max_steps=6"],
-            ["training.cooldown_steps=7", "training.max_steps=6"],
-        ),
-        (
             [
                 "training.cooldown_steps=7",
                 "training.lr_scheduler_type=reduce_lr_on_plateau",
@@ -623,7 +619,7 @@ def test_contradictions_are_refused_by_name(load, overrides, named):
         ["training.lr_scheduler_type=noam", "training.warmup_steps=0"],
         ["training.lr_scheduler_type=noam", "training.warmup_steps=100.0"],
         ["training.average_last=3", "training.save_total_limit=3"],
-        ["training.cooldown_steps=6", "training.max_steps=6"],
+        ["training.cooldown_steps=7", "training.max_steps=6"],
         ["training.cooldown_steps=6", "training.lr_scheduler_type=cosine"],
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
         [

@@ -397,6 +397,9 @@ def test_the_last_updates_cool_any_schedule_down(tmp_path, noam):
     assert cooled == pytest.approx([a * b for a, b in zip(plain, shares, strict=True)])
     resumed = rates_of(tmp_path / "cooled", noam, 4, str(tmp_path / "cooled/checkpoint-6"))
     assert resumed == pytest.approx(cooled[6:])
+    shares = [(8 - done) / 8 for done in range(8)]
+    cooled = rates_of(tmp_path / "all", noam, 1000)
+    assert cooled == pytest.approx([a * b for a, b in zip(plain, shares, strict=True)])
 
 
 # The optimizer
