@@ -280,7 +280,7 @@ def _exported(
         results = alone.translate_batch(
             [tokenizer.convert_ids_to_tokens(ids) for ids in rows],
             beam_size=options["num_beams"],
-            patience=PATIENCE if options["num_beams"] > 1 else 1,  # the same search
+            patience=PATIENCE if options["num_beams"] > 1 else 1,  # as `translate`
             max_decoding_length=options["max_new_tokens"],
             max_batch_size=BATCH_TOKENS,
             batch_type="tokens",

@@ -199,7 +199,8 @@ class TrainingSettings:
     )
     cooldown_steps: int | None = setting(
         None,
-        "last updates, over which the learning rate of any schedule goes linearly to zero",
+        "last updates, over which the schedule's rate is multiplied by a factor that falls "
+        "linearly to zero; for schedules that end high, such as inverse_sqrt, noam and constant",
         minimum=1,
     )
     average_last: int | None = setting(

@@ -85,7 +85,15 @@ def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
 
 
 def cool_down(scheduler: LambdaLR, updates: int, cooldown_steps: int) -> None:
-    """Has the rates of a schedule go linearly to zero over the last of its `updates`, or all."""
+    """Multiplies the rates of the last of `updates`, or of all, by what falls linearly to zero.
+
+    Raises:
+        ValueError: If the schedule is no plan for all updates.
+    """
+    if not isinstance(scheduler, LambdaLR):
+        raise ValueError(
+            f"cooldown_steps={cooldown_steps} cannot change {type(scheduler).__name__}"
+        )
     cooldown_steps = min(cooldown_steps, updates)
 
     def cooled(rate: Callable[[int], float]) -> Callable[[int], float]:
@@ -131,7 +139,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             `args.per_device_train_batch_size` rows.
         noam: Whether the learning rate follows the paper's schedule, from `args.warmup_steps`, and
             not `args.lr_scheduler_type` and `args.learning_rate`.
-        cooldown_steps: Last updates, over which the rate goes linearly to zero.
+        cooldown_steps: Last updates, whose rates are multiplied by what falls linearly to zero.
         metrics: Names of text metrics; with any, evaluation generates.
         generation: Arguments of generate() in evaluation.
         eval_batch_tokens: Token budget of a batch in evaluation.

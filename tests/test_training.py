@@ -402,6 +402,13 @@ def test_the_last_updates_cool_any_schedule_down(tmp_path, noam):
     assert cooled == pytest.approx([a * b for a, b in zip(plain, shares, strict=True)])
 
 
+def test_what_follows_no_plan_cannot_be_cooled_down(tmp_path):
+    settings = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
+    trainer = make_trainer(tmp_path, own={"cooldown_steps": 2}, **settings)
+    with pytest.raises(ValueError, match="cooldown_steps=2 cannot change ReduceLROnPlateau"):
+        trainer.train()
+
+
 # The optimizer
 
 
