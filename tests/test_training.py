@@ -59,7 +59,13 @@ from modeling_tinytfm.checkpoints import (
 )
 from modeling_tinytfm.data import token_lengths
 from modeling_tinytfm.metrics import compute_metrics, decode_predictions
-from modeling_tinytfm.training import NonFiniteLossError, TinyTFMTrainer, noam_rate, smoothed_loss
+from modeling_tinytfm.training import (
+    NonFiniteLossError,
+    TinyTFMTrainer,
+    cool_down,
+    noam_rate,
+    smoothed_loss,
+)
 
 # Every train() collects garbage: not among all that was imported, which took most of a test's time.
 gc.freeze()
@@ -402,11 +408,11 @@ def test_the_last_updates_cool_any_schedule_down(tmp_path, noam):
     assert cooled == pytest.approx([a * b for a, b in zip(plain, shares, strict=True)])
 
 
-def test_what_follows_no_plan_cannot_be_cooled_down(tmp_path):
-    settings = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
-    trainer = make_trainer(tmp_path, own={"cooldown_steps": 2}, **settings)
+def test_what_follows_no_plan_cannot_be_cooled_down():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="cooldown_steps=2 cannot change ReduceLROnPlateau"):
-        trainer.train()
+        cool_down(plateau, updates=8, cooldown_steps=2)
 
 
 # The optimizer
