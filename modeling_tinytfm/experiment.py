@@ -318,6 +318,7 @@ class Experiment:
         return {
             "updates": self.trainer.state.global_step,
             "resumed": self.checkpoint is not None,
+            "training_seconds": round(self.trainer.clock.seconds(), 1),
             "data": {name: text.describe(self.task.rows) for name, text in self.reports.items()},
             **machine_facts(self.trainer.args, self.threads),
         }

@@ -521,9 +521,9 @@ def _training(facts: Facts) -> Iterator[str]:
             rows.append(("label smoothing", f"{smoothing}"))
     if "updates" in run:
         rows.append(("updates", f"{run['updates']:,}"))
-    if (seconds := facts.results.get("train_runtime")) is not None:
-        since = " since it was last resumed" if run.get("resumed") else ""
-        rows.append(("time", f"{_duration(seconds)}{since}, evaluation included"))
+    if (seconds := run.get("training_seconds")) is not None:
+        resumed = ", over all times it was resumed" if run.get("resumed") else ""
+        rows.append(("time", f"{_duration(seconds)}{resumed}, evaluation included"))
     if "hardware" in run:
         rows.append(("hardware", f"{run['hardware']}; {run['precision']}"))
     if "versions" in run:

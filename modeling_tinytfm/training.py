@@ -35,6 +35,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, speed_metrics
 
 from .batching import PairBatchSampler
@@ -118,6 +119,42 @@ class EpochCallback(TrainerCallback):
         self.sampler.set_epoch(int(state.epoch or 0))
 
 
+class TrainingClock(TrainerCallback, ExportableState):
+    """Seconds that a run has trained, evaluation and checkpoints included, however often resumed.
+
+    Every checkpoint carries what had passed; what came after it is lost with it, and not counted.
+    """
+
+    def __init__(self) -> None:
+        self.earlier = 0.0
+        self.running_since: float | None = None
+
+    def seconds(self) -> float:
+        """Up to now, or to the end of training."""
+        if self.running_since is None:
+            return self.earlier
+        return self.earlier + time.perf_counter() - self.running_since
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's `trainer_state.json` keeps."""
+        return {"args": {}, "attributes": {"earlier": self.seconds()}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Goes on from what the checkpoint says, if the run is resumed from one."""
+        kept: Any = state.stateful_callbacks
+        resumed = state.global_step > 0 and type(self).__name__ in kept
+        self.earlier = kept[type(self).__name__]["attributes"]["earlier"] if resumed else 0.0
+        self.running_since = time.perf_counter()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stops."""
+        self.earlier, self.running_since = self.seconds(), None
+
+
 def batch_options(args: TrainingArguments, max_tokens: int | None) -> dict[str, Any]:
     """What decides the batches of this process: see `batching.PairBatchSampler`."""
     return {
@@ -198,6 +235,8 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             model.config, dtype.get(self.accelerator.mixed_precision, torch.float32)
         )
         self.add_callback(self.meter)
+        self.clock = TrainingClock()
+        self.add_callback(self.clock)
         self.sampler: PairBatchSampler | ResegmentingSampler | None = None
         if self.train_dataset is not None:
             self.sampler = self._make_sampler()

@@ -362,10 +362,18 @@ def test_resuming_in_the_middle_gives_the_same_model(recipe, said, caplog):
         (folder / name).unlink()
     shutil.rmtree(folder / "checkpoint-4")
     (folder / "checkpoint-6" / "optimizer.pt").unlink()
+    state = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())
+    clock = state["stateful_callbacks"]["TrainingClock"]["attributes"]
+    assert 0 < clock["earlier"] < results["train_runtime"]
+    clock["earlier"] += 7200
+    (folder / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
     resumed = run_recipe(recipe(*overrides, "training.resume_from_checkpoint=true"), said.append)
     assert "checkpoint-6 is not complete" in caplog.text
     assert same(weights(folder), expected)
     assert resumed["train_loss"] == pytest.approx(results["train_loss"])
+    spent = json.loads((folder / "run.json").read_text())["training_seconds"]
+    assert 7200 < spent < 7200 + results["train_runtime"] + resumed["train_runtime"]
+    assert "| time | 2 h 0 min, over all times it was resumed" in (folder / "README.md").read_text()
 
 
 def test_resume_without_a_complete_checkpoint_starts_anew(recipe, said):
