@@ -28,8 +28,8 @@ from .language_modeling import LanguageModel
 from .loading import load_tokenizer
 from .machine import (
     allocator,
+    bf16_advice,
     from_main_process,
-    leaves_bf16,
     machine_facts,
     main_process_first,
     precision,
@@ -375,6 +375,7 @@ class Experiment:
         layers = str(config.decoder_layers if config.is_decoder else config.encoder_layers)
         if config.is_encoder_decoder:
             layers += f" + {config.decoder_layers}"
+        advice = bf16_advice(arguments)
         rows = [
             ("recipe", f"{recipe.name} -> {self.folder}"),
             *((split, text.describe(self.task.rows)) for split, text in self.reports.items()),
@@ -393,7 +394,7 @@ class Experiment:
             (
                 "device",
                 f"{arguments.device.type}, {self.threads} threads a process, {precision(arguments)}"
-                + "; this processor has bf16: try training.bf16=true" * leaves_bf16(arguments)
+                + (f"; {advice}" if advice else "")
                 + "; weights shared out among the processes (FSDP)" * trainer.is_fsdp_enabled,
             ),
         ]

@@ -132,12 +132,24 @@ def precision(arguments: TrainingArguments) -> str:
     return "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32"
 
 
-def leaves_bf16(arguments: TrainingArguments) -> bool:
-    """Whether a run computes in fp32 on a CPU that multiplies bf16 in hardware, and faster."""
-    # Older versions of torch do not tell.
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
-    has_bf16 = capabilities.get("avx512_bf16", False)
-    return arguments.device.type == "cpu" and precision(arguments) == "fp32" and has_bf16
+def cpu_multiplies_bf16() -> bool | None:
+    """Whether this processor has instructions for bf16, without which torch imitates it slowly.
+
+    None: torch does not tell (its versions before 2.7, other architectures than x86-64).
+    """
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
+    names = ("avx512_bf16", "amx_bf16")
+    return any(known[name] for name in names) if all(name in known for name in names) else None
+
+
+def bf16_advice(arguments: TrainingArguments) -> str:
+    """What a run on a CPU had better compute in, if that is something else; "" if not."""
+    has_bf16 = cpu_multiplies_bf16()
+    if arguments.device.type == "cpu" and has_bf16 and precision(arguments) == "fp32":
+        return "this processor has bf16: try training.bf16=true"
+    if arguments.device.type == "cpu" and has_bf16 is False and precision(arguments) == "bf16":
+        return "this processor only imitates bf16, slowly: try training.bf16=false"
+    return ""
 
 
 def allocator(arguments: TrainingArguments) -> str | None:

@@ -36,6 +36,7 @@ from transformers.utils import logging
 
 from modeling_tinytfm import benchmarking, end_to_end
 from modeling_tinytfm.benchmarking import MARIAN, OURS, SIZES, Size
+from modeling_tinytfm.machine import cpu_multiplies_bf16
 from modeling_tinytfm.translation import read_lines
 
 Rows = list[dict[str, Any]]
@@ -92,6 +93,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=9, help="that count (default: 9)")
     parser.add_argument("--size", nargs="+", choices=SIZES, help="default: those of README")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=("fp32", "bf16"),
+        help="train-step, train: default: fp32, and bf16 where the processor has it",
+    )
     parser.add_argument("--compile", action="store_true", help="TinyTFM under torch.compile, too")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--pairs", nargs=2, metavar=("SOURCE", "TARGET"), help="train: two files")
@@ -108,6 +115,20 @@ def sizes(options: argparse.Namespace, *default: str) -> list[Size]:
     return [QUICK] if options.quick else [SIZES[name] for name in options.size or default]
 
 
+def precisions(options: argparse.Namespace) -> list[str]:
+    """What to compute in."""
+    if options.precision:
+        return list(options.precision)
+    imitated = options.device == "cpu" and cpu_multiplies_bf16() is False
+    if imitated and not options.quick:
+        print(
+            "without bf16, which this processor only imitates: --precision bf16 measures it",
+            file=sys.stderr,
+        )
+        return ["fp32"]
+    return ["fp32", "bf16"]
+
+
 def in_turns(options: argparse.Namespace, contenders: dict[str, Any]) -> list[Any]:
     """See `benchmarking.in_turns`; by the clock that was asked for."""
     wait = benchmarking.waiter(options.device)
@@ -116,12 +137,14 @@ def in_turns(options: argparse.Namespace, contenders: dict[str, Any]) -> list[An
 
 
 def train_step(options: argparse.Namespace) -> Rows:
-    """A training step, in float32 and bfloat16, and what all contenders have in common."""
+    """A training step, and what all contenders have in common."""
     rows: Rows = []
+    wanted = precisions(options)
     for size in sizes(options, "d128", "d64", "d256", "base"):
-        for bf16 in (False, True):
+        for precision in wanted:
+            bf16 = precision == "bf16"
             steps = benchmarking.training_steps(size, options.device, bf16, options.compile)
-            facts: dict[str, Any] = {"size": str(size), "precision": "bf16" if bf16 else "fp32"}
+            facts: dict[str, Any] = {"size": str(size), "precision": precision}
             share = benchmarking.common_share(steps[OURS])
             for timing in in_turns(options, dict(steps)):
                 speed = benchmarking.throughput(size, steps[OURS].batch, timing.seconds, bf16)
@@ -147,6 +170,7 @@ def train(options: argparse.Namespace) -> Rows:
         max_tokens=max_tokens,
         updates=options.updates,
         rounds=options.rounds,
+        bf16=[precision == "bf16" for precision in precisions(options)],
         joeynmt=has_joeynmt,
     )
     facts = {"size": f"{str(size).rpartition(',')[0]}, {len(rows):,} pairs"}
@@ -184,7 +208,7 @@ def pronounce(options: argparse.Namespace) -> Rows:
     """Errors on the test words of configs/cmudict_g2p.yaml, and what training took."""
     from modeling_tinytfm.data import cmudict_pairs
     from modeling_tinytfm.recipes import RECIPE_FILE, load_recipe
-    from modeling_tinytfm.run_folder import finished_scores
+    from modeling_tinytfm.run_folder import RUN_FILE, finished_scores
 
     rows: Rows = []
     if options.model is not None:
@@ -192,8 +216,9 @@ def pronounce(options: argparse.Namespace) -> Rows:
         scores = finished_scores(folder)
         if scores is None or load_recipe(folder / RECIPE_FILE).data.generator != "cmudict":
             raise ValueError(f"--model {options.model} is no finished run of cmudict_g2p.yaml")
-        names = {"wer": "test_wer", "per": "test_per", "seconds": "train_runtime"}
-        rows.append({"name": OURS, **{key: scores[name] for key, name in names.items()}})
+        seconds = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["training_seconds"]
+        errors = {"wer": scores["test_wer"], "per": scores["test_per"]}
+        rows.append({"name": OURS, **errors, "seconds": seconds})
     splits, _ = cmudict_pairs()
     train, test = splits["train"], splits["test"]
     if options.quick:

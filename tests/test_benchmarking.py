@@ -223,8 +223,9 @@ def test_phonetisaurus_learns_to_pronounce(tmp_path, capsys):
     assert found["seconds"] > 0
 
     (tmp_path / "all_results.json").write_text(
-        json.dumps({"test_loss": 1.0, "test_wer": 0.205, "test_per": 0.05, "train_runtime": 7200})
+        json.dumps({"test_loss": 1.0, "test_wer": 0.205, "test_per": 0.05, "train_runtime": 60})
     )
+    (tmp_path / "run.json").write_text(json.dumps({"training_seconds": 7200}))
     shutil.copy(ROOT / "configs/cmudict_g2p.yaml", tmp_path / "recipe.yaml")
     assert benchmark.main(["pronounce", "--quick", "--model", str(tmp_path)]) == 0
     ours, peer = capsys.readouterr().out.splitlines()
@@ -241,6 +242,25 @@ def test_translations_that_differ_are_refused():
     end_to_end.agreement({"x": lambda: same, "y": lambda: other})
     with pytest.raises(RuntimeError, match="3 of 200 lines of x and y differ"):
         end_to_end.agreement({"x": lambda: same, "y": lambda: ["b", *other[1:]]})
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "options", "expected"),
+    [
+        (True, [], ["fp32", "bf16"]),
+        (None, [], ["fp32", "bf16"]),
+        (False, [], ["fp32"]),
+        (False, ["--device", "cuda"], ["fp32", "bf16"]),
+        (False, ["--precision", "bf16"], ["bf16"]),
+        (True, ["--precision", "fp32"], ["fp32"]),
+    ],
+)
+def test_bf16_is_measured_where_it_is_no_imitation(
+    monkeypatch, capsys, has_bf16, options, expected
+):
+    monkeypatch.setattr(benchmark, "cpu_multiplies_bf16", lambda: has_bf16)
+    assert benchmark.precisions(benchmark.parse(["train-step", *options])) == expected
+    assert ("only imitates" in capsys.readouterr().err) == (expected == ["fp32"] and not options)
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler.*")

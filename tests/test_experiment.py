@@ -225,15 +225,25 @@ def test_the_plan_can_be_checked(recipe, said):
 
 
 BF16 = "; this processor has bf16: try training.bf16=true"
+NO_BF16 = "; this processor only imitates bf16, slowly: try training.bf16=false"
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-def test_the_plan_points_to_bf16_where_a_processor_has_it(recipe, monkeypatch, has_it):
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_it}, raising=False
-    )
-    assert (BF16 in prepare(recipe()).plan()) == has_it
-    assert BF16 not in prepare(recipe("training.bf16=true", "training.output_dir=bf16")).plan()
+@pytest.mark.parametrize(
+    ("known", "fp32", "bf16"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, BF16, ""),
+        ({"avx512_bf16": False, "amx_bf16": True}, BF16, ""),
+        ({"avx512_bf16": False, "amx_bf16": False}, "", NO_BF16),
+        ({"neon": True}, "", ""),  # another architecture
+    ],
+)
+def test_the_plan_points_to_what_a_processor_is_fast_at(recipe, monkeypatch, known, fp32, bf16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    for precise, advice in (("false", fp32), ("true", bf16)):
+        plan = prepare(recipe(f"training.bf16={precise}", f"training.output_dir={precise}")).plan()
+        (line,) = [line for line in plan.splitlines() if line.startswith("device:")]
+        kind = "bf16" if precise == "true" else "fp32"
+        assert line.endswith(f"1 threads a process, {kind}{advice}")
 
 
 @pytest.mark.parametrize(
