@@ -355,9 +355,10 @@ class Experiment:
         sampler: Any = trainer.sampler
         updates_an_epoch = -(-len(sampler) // arguments.gradient_accumulation_steps)
         an_epoch = f"{updates_an_epoch:,} an epoch"
-        updates = f"{math.ceil(updates_an_epoch * arguments.num_train_epochs):,}"
+        planned = math.ceil(updates_an_epoch * arguments.num_train_epochs)
         if arguments.max_steps > 0:
-            updates = f"{arguments.max_steps:,}"
+            planned = arguments.max_steps
+        updates = f"{planned:,}"
         if recipe.training.early_stopping_patience is not None:
             updates += (
                 f" at most, until {arguments.metric_for_best_model} has not improved "
@@ -389,6 +390,7 @@ class Experiment:
                 f"{sampler.padding_waste():.1%} padding",
             ),
             ("updates", updates if recipe.data.streaming else f"{updates}; {an_epoch}"),
+            ("learning rate", self._schedule(planned)),
             *self.task.plan(trainer.model),
             ("arithmetic", describe_flops(config)),
             (
@@ -404,7 +406,18 @@ class Experiment:
             rows.append(("resumed from", self.checkpoint))
         elif recipe.training.resume_from_checkpoint:
             rows.append(("resumed from", "nothing: there is no complete checkpoint"))
-        return "\n".join(f"{name + ':':14}{text}" for name, text in rows)
+        return "\n".join(f"{name + ':':15}{text}" for name, text in rows)
+
+    def _schedule(self, updates: int) -> str:
+        """The learning rate over a run, and what of it the run is too short for."""
+        settings = self.recipe.training
+        warmup = self.trainer.args.get_warmup_steps(updates)
+        text = settings.describe_schedule()
+        if warmup >= updates:
+            return f"{text}; the run ends before its warmup does"
+        if warmup + (settings.cooldown_steps or 0) > updates:
+            return f"{text}; the run is too short for both"
+        return text
 
     def choose_model(self) -> dict[str, float]:
         """Validates the trained model and, if wanted, an average of checkpoints; keeps the better.

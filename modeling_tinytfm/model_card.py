@@ -516,7 +516,7 @@ def _training(facts: Facts) -> Iterator[str]:
         accumulated = chosen.get("gradient_accumulation_steps", 1)
         processes = run.get("processes", 1)
         rows.append(("batch", f"{batch}; x {accumulated} accumulated x {processes} processes"))
-        rows.append(("learning rate", _schedule(recipe)))
+        rows.append(("learning rate", training.describe_schedule()))
         if smoothing := chosen.get("label_smoothing_factor"):
             rows.append(("label smoothing", f"{smoothing}"))
     if "updates" in run:
@@ -539,17 +539,6 @@ def _training(facts: Facts) -> Iterator[str]:
         )
     if facts.has_curves:
         yield f"![Loss and scores over the updates]({CURVES_FILE})"
-
-
-def _schedule(recipe: Recipe) -> str:
-    chosen = recipe.training.arguments
-    warmup = f"{chosen.get('warmup_steps', 0)} steps of warmup"
-    if recipe.training.cooldown_steps is not None:
-        warmup += f", to zero over the last {recipe.training.cooldown_steps}"
-    if recipe.training.is_noam:
-        return f"the paper's schedule (Eq. 3), {warmup}"
-    peak = chosen.get("learning_rate", 5e-5)
-    return f"{recipe.training.lr_scheduler_type} from {peak:g}, {warmup}"
 
 
 def _cell(text: str) -> str:

@@ -223,6 +223,18 @@ class TrainingSettings:
         """Whether the learning rate follows the paper's schedule."""
         return self.lr_scheduler_type == "noam"
 
+    def describe_schedule(self) -> str:
+        """The learning rate over the updates, in words."""
+        steps = self.arguments.get("warmup_steps", 0)
+        warmup = f"{steps:.0%} of the steps" if 0 < steps < 1 else f"{steps} steps"
+        warmup += " of warmup"
+        if self.cooldown_steps is not None:
+            warmup += f", to zero over the last {self.cooldown_steps}"
+        if self.is_noam:
+            return f"the paper's schedule (Eq. 3), {warmup}"
+        peak = self.arguments.get("learning_rate", 5e-5)
+        return f"{self.lr_scheduler_type} from {peak:g}, {warmup}"
+
     def trainer_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `Seq2SeqTrainingArguments`, as far as the recipe decides them.
 

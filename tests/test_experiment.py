@@ -247,6 +247,25 @@ def test_the_plan_points_to_what_a_processor_is_fast_at(recipe, monkeypatch, kno
 
 
 @pytest.mark.parametrize(
+    ("overrides", "end"),
+    [
+        (["training.warmup_steps=3"], ", 3 steps of warmup"),
+        (["training.warmup_steps=4"], "4 steps of warmup; the run ends before its warmup does"),
+        (["training.warmup_steps=0.5"], ", 50% of the steps of warmup"),
+        (["training.warmup_steps=1", "training.cooldown_steps=3"], "to zero over the last 3"),
+        (
+            ["training.warmup_steps=2", "training.cooldown_steps=3"],
+            "2 steps of warmup, to zero over the last 3; the run is too short for both",
+        ),
+    ],
+)
+def test_the_plan_tells_the_schedule_and_where_it_does_not_fit(recipe, overrides, end):
+    plan = prepare(recipe("training.max_steps=4", *overrides)).plan()
+    (line,) = [line for line in plan.splitlines() if line.startswith("learning rate:")]
+    assert line.endswith(end)
+
+
+@pytest.mark.parametrize(
     ("overrides", "updates"),
     [
         (["training.max_steps=-1", "training.num_train_epochs=1.5"], 11),
