@@ -1,8 +1,9 @@
 """TinyTFM beside its peers: the same work, in turns, in one run.
 
 Machines are noisy, so a time says little and a ratio of times taken one after the other much: all
-contenders take turns (A B A B ...), after a turn that does not count, and what is reported is the
-median of the ratios within a round, with their quartiles.
+contenders take turns, after a turn that does not count, and every second round goes backwards (A B,
+B A, ...), as what came before may help or hinder. What is reported is the median of the ratios
+within a round, with their quartiles.
 
 The contenders have the same weights, by `conversion`; losses and tokens are compared before
 anything is timed. Peers are MarianMTModel and torch.nn.Transformer here, and in `end_to_end`, where
@@ -12,6 +13,7 @@ installed, CTranslate2 and JoeyNMT.
 import copy
 import gc
 import importlib.util
+import math
 import multiprocessing
 import statistics
 import time
@@ -138,7 +140,7 @@ def in_turns(
     wait: Callable[[], Any] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Timing]:
-    """Times contenders round by round; the first round does not count.
+    """Times contenders round by round, to and fro; the first round does not count.
 
     Args:
         contenders: What to time, by name; the first one is what the others are compared with.
@@ -147,13 +149,15 @@ def in_turns(
         clock: Seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
     for _ in range(rounds + 1):
-        for name, run in contenders.items():
+        for name in order:
             wait()
             start = clock()
-            run()
+            contenders[name]()
             wait()
             times[name].append(clock() - start)
+        order.reverse()
     return compared({name: of_name[1:] for name, of_name in times.items()})
 
 
@@ -513,29 +517,34 @@ def curve(what: str, variants: Sequence[tuple[int, Size]], rounds: int) -> Curve
     )
 
 
-def draw_growth(curves: Iterable[Curve], folder: Path) -> list[Path]:
-    """Draws time and memory of each curve on log-log scales; returns the pictures' paths."""
-    import matplotlib
+def draw_growth(curves: Sequence[Curve], path: str | Path) -> None:
+    """Draws time and peak memory of each curve on log-log scales, with the fitted power of n."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    paths = []
-    for one in curves:
-        figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-        costs = (one.seconds, [size / 2**20 for size in one.bytes])
-        labels = ("seconds a training step", "peak memory, MiB")
-        for axis, values, label, k in zip(axes, costs, labels, one.exponents(), strict=True):
-            axis.loglog(one.values, values, "o-", color="#1f5fa8")
-            axis.set(xlabel=one.what, ylabel=label, title=f"grows as n^{k:.2f}")
+    figure = Figure(figsize=(3 * len(curves), 5), layout="constrained")
+    rows = figure.subplots(2, len(curves), sharey="row", squeeze=False)
+    for one, axes in zip(curves, rows.T, strict=True):
+        costs = ([1e3 * seconds for seconds in one.seconds], [size / 2**20 for size in one.bytes])
+        for axis, values, k in zip(axes, costs, one.exponents(), strict=True):
+            axis.loglog(one.values, values, "o-")
+            scale = math.exp(
+                statistics.fmean(
+                    math.log(value / n**k) for n, value in zip(one.values, values, strict=True)
+                )
+            )
+            fitted = [scale * n**k for n in one.values]
+            axis.plot(one.values, fitted, "--", color="gray", label=f"n^{k:.2f}")
             axis.set_xticks(one.values, [f"{value:,}" for value in one.values])
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:,.0f}")
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-        path = folder / f"growth_{one.what.replace(' ', '_')}.png"
-        figure.savefig(path, dpi=110)
-        pyplot.close(figure)
-        paths.append(path)
-    return paths
+            axis.legend(loc="upper left")
+        axes[-1].set_xlabel(one.what)
+    rows[0, 0].set_ylabel("ms a training step")
+    rows[1, 0].set_ylabel("peak memory, MiB")
+    figure.savefig(path, dpi=110)
 
 
 def installed(package: str) -> bool:

@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="translate, pronounce: a folder that train.py made")
     parser.add_argument("--lines", help="translate: a file of source lines, plain or .gz")
     parser.add_argument("--num-beams", type=int, default=4, help="translate (default: 4)")
-    parser.add_argument("--pictures", help="scaling: draw the curves into this folder")
+    parser.add_argument("--picture", help="scaling: draw the curves into this .png, replaced")
     return parser.parse_args(argv)
 
 
@@ -159,7 +159,7 @@ def train(options: argparse.Namespace) -> Rows:
     size, max_tokens = replace(SIZES["d128"], rows=0, length=0), 8192
     if options.quick:
         size, max_tokens = replace(QUICK, rows=0, length=0), 256
-    has_joeynmt = optional("joeynmt", "joeynmt==2.3.0")
+    has_joeynmt = optional("joeynmt", "joeynmt==2.3.0 importlib-metadata")
     sources, targets = (lines_of(path) for path in options.pairs)
     tokenizer, rows = end_to_end.encoded(sources, targets, size.vocab_size)
     size = replace(size, vocab_size=len(tokenizer))
@@ -264,8 +264,8 @@ def scaling(options: argparse.Namespace) -> Rows:
         )
         for (what, variants), field in zip(grown.items(), fields, strict=True)
     ]
-    if options.pictures:
-        benchmarking.draw_growth(curves, Path(options.pictures))
+    if options.picture:
+        benchmarking.draw_growth(curves, options.picture)
     rows: Rows = [
         {
             "size": str(base),
