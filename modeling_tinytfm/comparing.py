@@ -119,7 +119,7 @@ def draw_comparison(groups: Sequence[Group], measure: str, path: str | Path) -> 
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 5), layout="constrained")
     axis = figure.subplots()
     for number, group in enumerate(groups):
         steps = group.steps()
@@ -130,5 +130,5 @@ def draw_comparison(groups: Sequence[Group], measure: str, path: str | Path) -> 
     axis.set_ylabel(f"validation {measure}" + (" in nats" if measure == "loss" else ""))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
-    axis.legend()
+    figure.legend(loc="outside upper center")  # nothing is hidden behind it
     figure.savefig(path, dpi=120)

@@ -223,7 +223,11 @@ def _joeynmt_speed(rows: Dataset, size: Size, tokens: int, updates: int, folder:
 
 
 def translation_speed(
-    folder: str | Path, lines: Sequence[str], num_beams: int, rounds: int
+    folder: str | Path,
+    lines: Sequence[str],
+    num_beams: int,
+    rounds: int,
+    exported_only: bool = False,
 ) -> list[Timing]:
     """Seconds to translate lines, in text and out text, with a trained model.
 
@@ -236,6 +240,7 @@ def translation_speed(
         lines: Source lines.
         num_beams: Width of the search.
         rounds: That count.
+        exported_only: Whether just the exported model and CTranslate2 take part.
     """
     model, tokenizer = load_model(folder)
     marian = to_marian(model).eval()
@@ -253,11 +258,13 @@ def translation_speed(
         return outputs
 
     with tempfile.TemporaryDirectory() as output:
-        contenders: dict[str, Callable[[], Any]] = {
-            OURS: lambda: translate(model, tokenizer, lines, show_progress=False, **options),
-            MARIAN: of_marian,
-        }
-        agreement(contenders)
+        contenders: dict[str, Callable[[], Any]] = {}
+        if not exported_only:
+            contenders[OURS] = lambda: translate(
+                model, tokenizer, lines, show_progress=False, **options
+            )
+            contenders[MARIAN] = of_marian
+            agreement(contenders)
         if installed("ctranslate2"):
             contenders |= _exported(folder, Path(output) / "int8", lines, options)
         return in_turns(contenders, rounds)

@@ -318,7 +318,7 @@ class Experiment:
         return {
             "updates": self.trainer.state.global_step,
             "resumed": self.checkpoint is not None,
-            "training_seconds": round(self.trainer.clock.seconds(), 1),
+            "training_seconds": self.trainer.clock.seconds(),
             "data": {name: text.describe(self.task.rows) for name, text in self.reports.items()},
             **machine_facts(self.trainer.args, self.threads),
         }
@@ -411,12 +411,12 @@ class Experiment:
     def _schedule(self, updates: int) -> str:
         """The learning rate over a run, and what of it the run is too short for."""
         settings = self.recipe.training
-        warmup = self.trainer.args.get_warmup_steps(updates)
         text = settings.describe_schedule()
-        if warmup >= updates:
+        warmup = self.trainer.args.get_warmup_steps(updates)
+        if 0 < updates <= warmup:
             return f"{text}; the run ends before its warmup does"
         if warmup + (settings.cooldown_steps or 0) > updates:
-            return f"{text}; the run is too short for both"
+            return f"{text}; the run is too short for that"
         return text
 
     def choose_model(self) -> dict[str, float]:

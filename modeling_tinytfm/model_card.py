@@ -521,8 +521,11 @@ def _training(facts: Facts) -> Iterator[str]:
             rows.append(("label smoothing", f"{smoothing}"))
     if "updates" in run:
         rows.append(("updates", f"{run['updates']:,}"))
-    if (seconds := run.get("training_seconds")) is not None:
-        resumed = ", over all times it was resumed" if run.get("resumed") else ""
+    seconds, resumed = run.get("training_seconds"), "over all times it was resumed"
+    if seconds is None:
+        seconds, resumed = facts.results.get("train_runtime"), "since it was last resumed"
+    if seconds is not None:
+        resumed = f", {resumed}" if run.get("resumed") else ""
         rows.append(("time", f"{_duration(seconds)}{resumed}, evaluation included"))
     if "hardware" in run:
         rows.append(("hardware", f"{run['hardware']}; {run['precision']}"))

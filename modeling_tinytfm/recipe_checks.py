@@ -268,6 +268,13 @@ def _check_training(training: TrainingSettings) -> None:
         )
     if training.is_noam:
         _check_noam(training.arguments)
+    if effective("warmup_steps") and training.lr_scheduler_type in ("constant", *_BY_EVALUATION):
+        raise ValueError(
+            f"training.warmup_steps={effective('warmup_steps')} contradicts training."
+            f"lr_scheduler_type={training.lr_scheduler_type}, which has no warmup: leave it out"
+            + ", or write constant_with_warmup"
+            * (training.lr_scheduler_type == "constant")
+        )
     if training.cooldown_steps is not None and training.lr_scheduler_type in _BY_EVALUATION:
         raise ValueError(
             f"training.cooldown_steps={training.cooldown_steps} contradicts "

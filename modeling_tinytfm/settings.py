@@ -225,15 +225,19 @@ class TrainingSettings:
 
     def describe_schedule(self) -> str:
         """The learning rate over the updates, in words."""
-        steps = self.arguments.get("warmup_steps", 0)
-        warmup = f"{steps:.0%} of the steps" if 0 < steps < 1 else f"{steps} steps"
-        warmup += " of warmup"
-        if self.cooldown_steps is not None:
-            warmup += f", to zero over the last {self.cooldown_steps}"
         if self.is_noam:
-            return f"the paper's schedule (Eq. 3), {warmup}"
-        peak = self.arguments.get("learning_rate", 5e-5)
-        return f"{self.lr_scheduler_type} from {peak:g}, {warmup}"
+            parts = ["the paper's schedule (Eq. 3)"]
+        else:
+            peak = self.arguments.get("learning_rate", 5e-5)
+            parts = [f"{self.lr_scheduler_type}, at most {peak:g}"]
+        steps = self.arguments.get("warmup_steps", 0)
+        if 0 < steps < 1:
+            parts.append(f"warmup over {100 * steps:g} % of the updates")
+        elif steps:
+            parts.append(f"warmup over the first {steps:,.0f}")
+        if self.cooldown_steps is not None:
+            parts.append(f"to zero over the last {self.cooldown_steps:,}")
+        return ", ".join(parts)
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `Seq2SeqTrainingArguments`, as far as the recipe decides them.

@@ -126,12 +126,12 @@ class TrainingClock(TrainerCallback, ExportableState):
     """
 
     def __init__(self) -> None:
-        self.earlier = 0.0
+        self.earlier: float | None = 0.0
         self.running_since: float | None = None
 
-    def seconds(self) -> float:
-        """Up to now, or to the end of training."""
-        if self.running_since is None:
+    def seconds(self) -> float | None:
+        """Up to now, or to the end of training; None after a checkpoint that does not tell."""
+        if self.running_since is None or self.earlier is None:
             return self.earlier
         return self.earlier + time.perf_counter() - self.running_since
 
@@ -144,9 +144,12 @@ class TrainingClock(TrainerCallback, ExportableState):
     ) -> None:
         """Goes on from what the checkpoint says, if the run is resumed from one."""
         kept: Any = state.stateful_callbacks
-        resumed = state.global_step > 0 and type(self).__name__ in kept
-        self.earlier = kept[type(self).__name__]["attributes"]["earlier"] if resumed else 0.0
+        name = type(self).__name__
+        self.earlier = 0.0
+        if state.global_step > 0:
+            self.earlier = kept[name]["attributes"]["earlier"] if name in kept else None
         self.running_since = time.perf_counter()
+        kept[name] = self.state()  # the Trainer saves the states of those that are there
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -235,13 +238,18 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             model.config, dtype.get(self.accelerator.mixed_precision, torch.float32)
         )
         self.add_callback(self.meter)
-        self.clock = TrainingClock()
-        self.add_callback(self.clock)
+        self.add_callback(TrainingClock())
         self.sampler: PairBatchSampler | ResegmentingSampler | None = None
         if self.train_dataset is not None:
             self.sampler = self._make_sampler()
             if not isinstance(self.train_dataset, PairStream):
                 self.add_callback(EpochCallback(self.sampler))
+
+    @property
+    def clock(self) -> TrainingClock:
+        """The one that runs: the Trainer may have put another in the place of the first."""
+        callbacks: list[Any] = self.callback_handler.callbacks
+        return next(one for one in callbacks if isinstance(one, TrainingClock))
 
     # Batches
 

@@ -106,6 +106,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="translate, pronounce: a folder that train.py made")
     parser.add_argument("--lines", help="translate: a file of source lines, plain or .gz")
     parser.add_argument("--num-beams", type=int, default=4, help="translate (default: 4)")
+    parser.add_argument(
+        "--exported", action="store_true", help="translate: CTranslate2 alone as the only peer"
+    )
     parser.add_argument("--picture", help="scaling: draw the curves into this .png, replaced")
     return parser.parse_args(argv)
 
@@ -199,8 +202,12 @@ def translate(options: argparse.Namespace) -> Rows:
     if options.model is None or options.lines is None:
         raise ValueError("translate: name a folder with --model, and source lines with --lines")
     lines = lines_of(options.lines)
-    optional("ctranslate2", "'modeling-tinytfm[ctranslate2]'")
-    timings = end_to_end.translation_speed(options.model, lines, options.num_beams, options.rounds)
+    here = optional("ctranslate2", "'modeling-tinytfm[ctranslate2]'")
+    if options.exported and not here:
+        raise ValueError("translate: --exported needs ctranslate2")
+    timings = end_to_end.translation_speed(
+        options.model, lines, options.num_beams, options.rounds, exported_only=options.exported
+    )
     return benchmarking.as_rows(timings, size=f"{len(lines):,} lines", num_beams=options.num_beams)
 
 
@@ -216,7 +223,8 @@ def pronounce(options: argparse.Namespace) -> Rows:
         scores = finished_scores(folder)
         if scores is None or load_recipe(folder / RECIPE_FILE).data.generator != "cmudict":
             raise ValueError(f"--model {options.model} is no finished run of cmudict_g2p.yaml")
-        seconds = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["training_seconds"]
+        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        seconds = run.get("training_seconds") or scores["train_runtime"]
         errors = {"wer": scores["test_wer"], "per": scores["test_per"]}
         rows.append({"name": OURS, **errors, "seconds": seconds})
     splits, _ = cmudict_pairs()
@@ -252,7 +260,7 @@ def scaling(options: argparse.Namespace) -> Rows:
     base = QUICK if options.quick else Size(128, 2, 256, 4, 2000, 4, 64)
     doublings = [1, 2, 4] if options.quick else [1, 2, 4, 8, 16]
     grown = {
-        "source length": [replace(base, length=base.length * n) for n in doublings],
+        "source and target length": [replace(base, length=base.length * n) for n in doublings],
         "batch size": [replace(base, rows=base.rows * n) for n in doublings],
         "vocabulary": [replace(base, vocab_size=base.vocab_size * n) for n in doublings],
         "layers": [replace(base, layers=n) for n in doublings[:4]],

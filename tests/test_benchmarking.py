@@ -206,7 +206,10 @@ def test_translation_is_measured_and_compared(tmp_path, digits):  # noqa: F811
     names = [timing.name for timing in timings]
     assert names[:2] == [OURS, MARIAN]
     if importlib.util.find_spec("ctranslate2"):
-        assert names[2:] == [f"{OURS}, exported int8", "CTranslate2 int8"]
+        exported = [f"{OURS}, exported int8", "CTranslate2 int8"]
+        assert names[2:] == exported
+        timings = end_to_end.translation_speed(tmp_path, ["1 2"], 2, rounds=1, exported_only=True)
+        assert [timing.name for timing in timings] == exported
 
 
 @pytest.mark.skipif(

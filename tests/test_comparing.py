@@ -100,7 +100,7 @@ def test_the_picture_has_a_curve_and_a_band_for_each_group(run, tmp_path, monkey
         ("band", [10, 20], (3.0, 1.0), (5.0, 2.0)),
     ]
     with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.size == (840, 480)
+        assert picture.size == (840, 600)
 
 
 def test_the_command_compares_what_train_leaves(workplace, capsys):

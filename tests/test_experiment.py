@@ -249,13 +249,14 @@ def test_the_plan_points_to_what_a_processor_is_fast_at(recipe, monkeypatch, kno
 @pytest.mark.parametrize(
     ("overrides", "end"),
     [
-        (["training.warmup_steps=3"], ", 3 steps of warmup"),
-        (["training.warmup_steps=4"], "4 steps of warmup; the run ends before its warmup does"),
-        (["training.warmup_steps=0.5"], ", 50% of the steps of warmup"),
+        (["training.warmup_steps=3"], ", warmup over the first 3"),
+        (["training.warmup_steps=0"], " linear, at most 0.01"),
+        (["training.warmup_steps=4"], "the first 4; the run ends before its warmup does"),
+        (["training.warmup_steps=0.5"], ", warmup over 50 % of the updates"),
         (["training.warmup_steps=1", "training.cooldown_steps=3"], "to zero over the last 3"),
         (
             ["training.warmup_steps=2", "training.cooldown_steps=3"],
-            "2 steps of warmup, to zero over the last 3; the run is too short for both",
+            "over the first 2, to zero over the last 3; the run is too short for that",
         ),
     ],
 )
@@ -403,6 +404,22 @@ def test_resuming_in_the_middle_gives_the_same_model(recipe, said, caplog):
     spent = json.loads((folder / "run.json").read_text())["training_seconds"]
     assert 7200 < spent < 7200 + results["train_runtime"] + resumed["train_runtime"]
     assert "| time | 2 h 0 min, over all times it was resumed" in (folder / "README.md").read_text()
+
+
+def test_a_checkpoint_that_does_not_tell_its_time_can_be_resumed(recipe, said):
+    overrides = ["training.max_steps=6", "training.restore_callback_states_from_checkpoint=true"]
+    run_recipe(recipe(*overrides), said.append)
+    folder = Path("outputs/tiny")
+    (folder / "all_results.json").unlink()
+    for step in (4, 6):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    path = folder / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"]["TrainingClock"]
+    path.write_text(json.dumps(state))
+    run_recipe(recipe(*overrides, "training.resume_from_checkpoint=true"), said.append)
+    assert json.loads((folder / "run.json").read_text())["training_seconds"] is None
+    assert " s, since it was last resumed, evaluation" in (folder / "README.md").read_text()
 
 
 def test_resume_without_a_complete_checkpoint_starts_anew(recipe, said):

@@ -680,7 +680,7 @@ def test_the_card_tells_what_the_folder_tells(run_folder):
         "| hardware | 2 threads of ",
         f"torch {versions['torch']}",
         "| updates | 4,000 |",
-        "| learning rate | the paper's schedule (Eq. 3), 400 steps of warmup |",
+        "| learning rate | the paper's schedule (Eq. 3), warmup over the first 400 |",
         "| label smoothing | 0.1 |",
         "| train data | 28,500 pairs |",
         "![Loss and scores over the updates](curves.png)",

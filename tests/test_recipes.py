@@ -529,6 +529,18 @@ def test_text_metrics_are_those_of_texts(load):
             ["training.cooldown_steps=7", "training.lr_scheduler_type=reduce_lr_on_plateau"],
         ),
         (
+            ["training.warmup_steps=7", "training.lr_scheduler_type=constant"],
+            ["training.warmup_steps=7", "training.lr_scheduler_type=constant,", "with_warmup"],
+        ),
+        (
+            [
+                "training.warmup_steps=0.1",
+                "training.lr_scheduler_type=greedy",
+                "training.eval_strategy=epoch",
+            ],
+            ["training.warmup_steps=0.1", "training.lr_scheduler_type=greedy"],
+        ),
+        (
             ["training.early_stopping_patience=3"],
             ["training.early_stopping_patience=3", "training.eval_strategy='no'"],
         ),
