@@ -390,7 +390,7 @@ class Experiment:
                 f"{sampler.padding_waste():.1%} padding",
             ),
             ("updates", updates if recipe.data.streaming else f"{updates}; {an_epoch}"),
-            ("learning rate", self._schedule(planned)),
+            ("schedule", self._schedule(planned)),
             *self.task.plan(trainer.model),
             ("arithmetic", describe_flops(config)),
             (
@@ -406,7 +406,7 @@ class Experiment:
             rows.append(("resumed from", self.checkpoint))
         elif recipe.training.resume_from_checkpoint:
             rows.append(("resumed from", "nothing: there is no complete checkpoint"))
-        return "\n".join(f"{name + ':':15}{text}" for name, text in rows)
+        return "\n".join(f"{name + ':':14}{text}" for name, text in rows)
 
     def _schedule(self, updates: int) -> str:
         """The learning rate over a run, and what of it the run is too short for."""

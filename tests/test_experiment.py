@@ -262,7 +262,7 @@ def test_the_plan_points_to_what_a_processor_is_fast_at(recipe, monkeypatch, kno
 )
 def test_the_plan_tells_the_schedule_and_where_it_does_not_fit(recipe, overrides, end):
     plan = prepare(recipe("training.max_steps=4", *overrides)).plan()
-    (line,) = [line for line in plan.splitlines() if line.startswith("learning rate:")]
+    (line,) = [line for line in plan.splitlines() if line.startswith("schedule:")]
     assert line.endswith(end)
 
 
