@@ -274,9 +274,7 @@ def _exported(
     folder: str | Path, output: Path, lines: Sequence[str], options: dict[str, Any]
 ) -> dict[str, Callable[[], list[str]]]:
     """The model exported as int8, by `translate` and by CTranslate2 alone."""
-    import ctranslate2
-
-    from .ctranslate2_model import PATIENCE
+    from .ctranslate2_model import PATIENCE, ctranslate2
 
     export_model(folder, "ctranslate2", output, quantization="int8")
     exported, tokenizer = load_translator([output])

@@ -3,9 +3,9 @@
 import copy
 import gzip
 import json
+import os
 from pathlib import Path
 
-import ctranslate2
 import pytest
 import torch
 from test_conversion import tiny_model
@@ -14,7 +14,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from modeling_tinytfm import TinyTFMConfig, TinyTFMForCausalLM, TinyTFMForConditionalGeneration
-from modeling_tinytfm.ctranslate2_model import CTranslate2Translator, TinyTFMLoader
+from modeling_tinytfm.ctranslate2_model import (
+    CTranslate2Translator,
+    TinyTFMLoader,
+    choose_products,
+    ctranslate2,  # not imported before ours: it reads a variable that ours sets
+)
 from modeling_tinytfm.decoding import ModelTranslator
 from modeling_tinytfm.exporting import export_model
 from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
@@ -120,6 +125,25 @@ def test_int8_differs_on_5_percent_at_most(reverser, tmp_path):
         expected, found = both(reverser, translator, sources(), **options)
         same = [a[0].tokens == b[0].tokens for a, b in zip(expected, found, strict=True)]
         assert sum(same) >= 190
+
+
+@pytest.mark.parametrize(
+    ("known", "already", "expected"),
+    [
+        ({"avx512_vnni": False, "avx_vnni": False}, None, "1"),
+        ({"avx512_vnni": False, "avx_vnni": False}, "0", "0"),
+        ({"avx512_vnni": True, "avx_vnni": False}, None, None),
+        ({"avx512_vnni": False, "avx_vnni": True}, None, None),
+        ({"neon": True}, None, None),
+    ],
+)
+def test_products_that_saturate_are_avoided(monkeypatch, known, already, expected):
+    monkeypatch.delenv("CT2_USE_MKL", raising=False)
+    if already is not None:
+        monkeypatch.setenv("CT2_USE_MKL", already)
+    choose_products(known)
+    assert os.environ.get("CT2_USE_MKL") == expected
+    monkeypatch.delenv("CT2_USE_MKL", raising=False)
 
 
 @pytest.mark.parametrize(
