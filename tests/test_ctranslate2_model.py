@@ -331,7 +331,7 @@ def test_real_sentences(tmp_path):
             )
             same = [a[0].tokens == b[0].tokens for a, b in zip(expected, found, strict=True)]
             # int8 turns a word where two are about as likely, more often the less was learnt. With
-            # "never", CTranslate2 ends after twice as many hypotheses as beams: seldom too soon (1 and
-            # 4 of 200 on two machines, whose training adds up in other orders).
+            # "never", CTranslate2 ends after twice as many hypotheses as beams: seldom too soon
+            # (1 and 4 of 200 on two machines, whose training adds up in other orders).
             fewest = 120 if quantization else 190 if early_stopping == "never" else 200
             assert sum(same) >= fewest
