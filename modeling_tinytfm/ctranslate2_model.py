@@ -17,26 +17,23 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from .configuration_tinytfm import TinyTFMConfig
 from .conversion import EXPORT_FILE, check_class, check_config, required
 from .decoding import Hypothesis, Translator
+from .flops import processor_has_any
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .search import LengthPenaltyForm, as_list, length_penalty, penalty_form
 
 
-def choose_products(known: dict[str, bool]) -> None:
+def choose_products() -> None:
     """Has CTranslate2 take MKL where its own choice computes int8 wrongly; what is set stands.
 
     On AMD's processors it takes oneDNN, whose sums of two products saturate at 16 bits where there
     are no VNNI instructions: of a small model's 200 outputs 147 came out otherwise, of MKL's under
     10. CTranslate2 reads the variable when it is loaded.
-
-    Args:
-        known: Instructions that the processor has or has not, by torch's names.
     """
-    names = ("avx512_vnni", "avx_vnni")
-    if all(name in known for name in names) and not any(known[name] for name in names):
+    if processor_has_any("avx512_vnni", "avx_vnni") is False:
         os.environ.setdefault("CT2_USE_MKL", "1")
 
 
-choose_products(getattr(torch.cpu, "get_capabilities", lambda: {})())
+choose_products()
 ctranslate2 = required("ctranslate2", "ctranslate2")
 # Not imported by ctranslate2 itself; a type checker that does not find it takes them for modules.
 loaders: Any = required("ctranslate2.converters.transformers", "ctranslate2")

@@ -176,6 +176,17 @@ def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> f
     return 2 * size**3 / best
 
 
+def processor_has_any(*instructions: str) -> bool | None:
+    """Whether this CPU has one of some sets of instructions, by torch's names (`avx512_bf16`).
+
+    None: torch does not tell (its versions before 2.7, other architectures than x86-64).
+    """
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
+    if not all(name in known for name in instructions):
+        return None
+    return any(known[name] for name in instructions)
+
+
 class SpeedMeter(TrainerCallback):
     """Tokens and FLOPs of training over the time it took, without evaluation and checkpoints.
 

@@ -17,6 +17,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from .flops import processor_has_any
 from .recipes import Recipe
 
 # What a person can mend; anything else that preparation raises is a bug, and shows its traceback.
@@ -133,13 +134,8 @@ def precision(arguments: TrainingArguments) -> str:
 
 
 def cpu_multiplies_bf16() -> bool | None:
-    """Whether this processor has instructions for bf16, without which torch imitates it slowly.
-
-    None: torch does not tell (its versions before 2.7, other architectures than x86-64).
-    """
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
-    names = ("avx512_bf16", "amx_bf16")
-    return any(known[name] for name in names) if all(name in known for name in names) else None
+    """Whether this CPU has instructions for bf16, which torch else imitates; None: not known."""
+    return processor_has_any("avx512_bf16", "amx_bf16")
 
 
 def bf16_advice(arguments: TrainingArguments) -> str:

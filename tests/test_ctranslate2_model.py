@@ -141,7 +141,8 @@ def test_products_that_saturate_are_avoided(monkeypatch, known, already, expecte
     monkeypatch.delenv("CT2_USE_MKL", raising=False)
     if already is not None:
         monkeypatch.setenv("CT2_USE_MKL", already)
-    choose_products(known)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    choose_products()
     assert os.environ.get("CT2_USE_MKL") == expected
     monkeypatch.delenv("CT2_USE_MKL", raising=False)
 
@@ -335,3 +336,7 @@ def test_real_sentences(tmp_path):
             # (1 and 4 of 200 on two machines, whose training adds up in other orders).
             fewest = 120 if quantization else 190 if early_stopping == "never" else 200
             assert sum(same) >= fewest
+            if quantization is None:  # ended too soon: never something better
+                assert all(
+                    b[0].score <= a[0].score + 1e-3 for a, b in zip(expected, found, strict=True)
+                )
