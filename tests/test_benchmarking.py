@@ -206,7 +206,7 @@ def test_translation_is_measured_and_compared(tmp_path, digits):  # noqa: F811
     names = [timing.name for timing in timings]
     assert names[:2] == [OURS, MARIAN]
     if importlib.util.find_spec("ctranslate2"):
-        exported = [f"{OURS}, exported int8", "CTranslate2 int8"]
+        exported = [end_to_end.EXPORTED, end_to_end.CTRANSLATE2]
         assert names[2:] == exported
         timings = end_to_end.translation_speed(tmp_path, ["1 2"], 2, rounds=1, exported_only=True)
         assert [timing.name for timing in timings] == exported
@@ -243,9 +243,23 @@ def test_phonetisaurus_learns_to_pronounce(tmp_path, capsys):
 
 def test_translations_that_differ_are_refused():
     same, other = ["a"] * 200, ["a"] * 198 + ["b"] * 2
-    end_to_end.agreement({"x": lambda: same, "y": lambda: other})
+    end_to_end.agreement({"x": same, "y": other}, "x", "y")
+    outputs = {"x": same, "y": ["b", *other[1:]]}
     with pytest.raises(RuntimeError, match="3 of 200 lines of x and y differ"):
-        end_to_end.agreement({"x": lambda: same, "y": lambda: ["b", *other[1:]]})
+        end_to_end.agreement(outputs, "x", "y")
+    end_to_end.agreement(outputs, "y", "x", tolerated=0.015)
+
+
+def test_an_export_that_computes_otherwise_is_not_measured(tmp_path, digits, monkeypatch):  # noqa: F811
+    tiny_model(vocab_size=len(digits)).save_pretrained(tmp_path)
+    save_tokenizer(digits, tmp_path)
+    monkeypatch.setattr(end_to_end, "installed", lambda package: True)
+    ours, exported, direct = OURS, end_to_end.EXPORTED, end_to_end.CTRANSLATE2
+    for right, pair in ("1", (exported, direct)), ("wrong", (ours, exported)):
+        peers = {exported: lambda: ["wrong"] * 3, direct: lambda line=right: [line] * 3}
+        monkeypatch.setattr(end_to_end, "_exported", lambda *_, of=peers: of)
+        with pytest.raises(RuntimeError, match="3 of 3 lines of {} and {} differ".format(*pair)):
+            end_to_end.translation_speed(tmp_path, ["1", "2", "3"], 2, rounds=1)
 
 
 @pytest.mark.parametrize(
