@@ -24,6 +24,7 @@ from modeling_tinytfm.recipes import load_recipe
 
 DEFAULT_RECIPE = Path(__file__).parent.parent / "configs" / "reverse.yaml"
 OWN_DATA = re.compile(r"data\.((train|validation|test)_\w*file|dataset_name)=")
+RECIPES_FOR_OWN_DATA = {"classification": "classes", "language_model": "language_model"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +89,11 @@ def parse(argv: Sequence[str]) -> tuple[str | Path, list[str]]:
     overrides = [first, *arguments.overrides]
     if own := [text for text in overrides if OWN_DATA.match(text)]:
         # The recipe that is meant where none is named makes its own data.
-        raise ValueError(f"{own[0]} needs a recipe before it: train.py configs/pairs.yaml {own[0]}")
+        task = dict(text.partition("=")[::2] for text in overrides).get("task", "seq2seq")
+        recipe = RECIPES_FOR_OWN_DATA.get(task, "pairs")
+        raise ValueError(
+            f"{own[0]} needs a recipe before it: train.py configs/{recipe}.yaml {own[0]}"
+        )
     return DEFAULT_RECIPE, overrides
 
 

@@ -97,6 +97,10 @@ def stand_in(recipe: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 part = Dataset.from_dict(columns, features=features)
                 part.to_parquet(f"mnist/{split}-00000-of-00001.parquet")
             return ["data.dataset_name=mnist"]
+        case "classes":
+            rows = "".join(f"{line}\t{line.split()[0]}\n" for line in english)
+            Path("reviews.tsv").write_text("text\tlabel\n" + rows)
+            return []
         case "language_model":
             Path("texts.txt").write_text("".join(f"{line}\n" for line in english))
             return []
@@ -114,7 +118,7 @@ def test_a_recipe_makes_two_updates_on_a_stand_in(name, monkeypatch):
         "training.use_cpu=true",
         "threads=1",
     ]
-    overrides += ["generation.max_new_tokens=8"] if name not in ("mnist_rows",) else []
+    overrides += ["generation.max_new_tokens=8"] if name not in ("mnist_rows", "classes") else []
     overrides += [
         "training.use_cpu=true",
         "training.disable_tqdm=true",
@@ -133,7 +137,12 @@ def test_a_recipe_makes_two_updates_on_a_stand_in(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "printed"), [("language_model", r"the small dog.*"), ("mnist_rows", r"\d")]
+    ("name", "printed"),
+    [
+        ("language_model", r"the small dog.*"),
+        ("mnist_rows", r"\d"),
+        ("classes", r"\[\{'label': '\w+', 'score': 0\.\d+\}\]"),
+    ],
 )
 def test_what_a_task_leaves_loads_by_readmes_snippet(name, printed, monkeypatch):
     overrides = [*stand_in(name, monkeypatch), "training.max_steps=2", "training.use_cpu=true"]

@@ -50,6 +50,7 @@ def test_all_python_blocks_are_run_by_some_test():
         'folder = "outputs/reverse"',
         'folder = "outputs/language_model"',
         '"outputs/mnist_rows"',
+        '"outputs/classes"',
         # These run in test_ecosystem.
         "LoraConfig(",
         "quantize_dynamic(",

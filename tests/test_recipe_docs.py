@@ -101,6 +101,8 @@ def test_the_examples_of_the_help_are_read_as_they_stand(monkeypatch):
         ("x.yaml model.d_model=8 -model.dropout=0", "no dashes, write model.dropout=0"),
         ("data.train_file=a.tsv", "train.py configs/pairs.yaml data.train_file=a.tsv"),
         ("training.seed=1 data.test_source_file=a", "configs/pairs.yaml data.test_source_file=a"),
+        ("task=classification data.train_file=a", "train.py configs/classes.yaml data.train_file"),
+        ("data.train_file=a task=language_model", "train.py configs/language_model.yaml data.tr"),
         ("data.dataset_name=x/y", "needs a recipe before it: train.py configs/pairs.yaml data.dat"),
     ],
 )
