@@ -358,7 +358,9 @@ FIELDS = tuple(inspect.signature(TinyTFMConfig.__init__).parameters)[1:-1]
 
 def refuse_misspelt(names: dict[str, object]) -> None:
     """Raises ValueError for a keyword that is no field but looks like one (`d_modle`, `droput`)."""
-    for name in names:
+    # transformers 4 has `tie_encoder_decoder`, which looks like `is_encoder_decoder`.
+    theirs = inspect.signature(PretrainedConfig.__init__).parameters
+    for name in (name for name in names if name not in theirs):
         nearest = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
         # Longer names are what other tools keep in a config, such as `layer_norm_epsilon`.
         if nearest and not name.startswith(nearest[0]) and not hasattr(TinyTFMConfig, name):

@@ -42,6 +42,11 @@ from .configuration_tinytfm import TinyTFMConfig
 CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
 
+def is_traced() -> bool:
+    """Whether a graph is being made, which must not depend on the values of this one batch."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 # Section 5.4: dropout
 
 
@@ -54,7 +59,7 @@ def drop(x: Tensor, p: float) -> Tensor:
     if p == 0:
         return x
     dropped = int(p * 2**16)
-    if x.device.type != "cpu" or dropped == 2**16 or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or dropped == 2**16 or is_traced():
         return F.dropout(x, p)
     numbers = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 4),))
     numbers = numbers.view(torch.int16)[: x.numel()].view(x.shape)
@@ -160,7 +165,7 @@ def fused_trains_slower(key_BHKE: Tensor) -> bool:
     They do on a CPU over short sequences: at 24 keys twice as long in float32, and five times in
     bfloat16; at 128 as long in float32. A graph has no lengths to decide by.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return False
     return key_BHKE.device.type == "cpu" and key_BHKE.shape[-2] <= 128
 
@@ -291,7 +296,7 @@ def padding_mask(
             f"{name} has shape {tuple(mask.shape)}, but the sequence it belongs to has "
             f"{tuple(shape)} (batch, length)"
         )
-    if not shortcut or torch.compiler.is_compiling():
+    if not shortcut or is_traced():
         return mask.bool()
     if mask.dtype != torch.bool and mask.device.type == "cpu":
         wrong = mask[(mask != 0) & (mask != 1)]
@@ -306,7 +311,7 @@ def mask_of_left_padding(ids_BL: Tensor, pad_token_id: int | None) -> Tensor | N
 
     Padding on the right is read as text then, as in all models of transformers.
     """
-    if pad_token_id is None or ids_BL.ndim != 2 or torch.compiler.is_compiling():
+    if pad_token_id is None or ids_BL.ndim != 2 or is_traced():
         return None
     padding_BL = (ids_BL == pad_token_id).cumprod(dim=1)
     return 1 - padding_BL if padding_BL.any() else None
@@ -743,7 +748,7 @@ def check_ids(name: str, ids: Tensor, size: int, bound: str = "vocab_size") -> N
         raise ValueError(
             f"{name} must be integers [batch, length], not {ids.dtype} of shape {tuple(ids.shape)}"
         )
-    if ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+    if ids.device.type != "cpu" or not ids.numel() or is_traced():
         return
     lowest, highest = (int(value) for value in ids.aminmax())
     if lowest < 0 or highest >= size:
@@ -842,6 +847,11 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
         self._keys_to_ignore_on_save = list(self.get_expanded_tied_weights_keys(all_submodels=True))
         super().post_init()
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As all models of transformers do; what has been untied since is saved, too."""
+        self._keys_to_ignore_on_save = list(self.get_expanded_tied_weights_keys(all_submodels=True))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """All `ties()`: transformers' own share nothing where `tie_word_embeddings` is False."""
         ties = self.ties()
@@ -895,6 +905,32 @@ class TinyTFMPreTrainedModel(PreTrainedModel):
         module, name = self._input_embeddings()
         setattr(module, name, value)
         self.tie_weights()
+
+    def enable_input_require_grads(self) -> None:
+        """Has what the stacks embed require gradients, though the embeddings may be frozen.
+
+        Adapters need it under gradient checkpointing that re-enters autograd.
+        """
+
+        def require(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            output.requires_grad_(True)
+
+        self.disable_input_require_grads()
+        # The stacks call matrices of their own, which share the weight of get_input_embeddings().
+        names = ("embed_tokens", "feature_projection")
+        embeddings = [
+            getattr(stack, name)
+            for stack in self.base_model.children()
+            for name in names
+            if hasattr(stack, name)
+        ]
+        self._require_grads_hooks = [each.register_forward_hook(require) for each in embeddings]
+
+    def disable_input_require_grads(self) -> None:
+        """Takes back `enable_input_require_grads`."""
+        for hook in getattr(self, "_require_grads_hooks", []):
+            hook.remove()
+        self._require_grads_hooks = []
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The encoder; the model itself where there is none, as transformers does."""
@@ -1132,7 +1168,9 @@ class TinyTFMGenerationMixin(GenerationMixin):
     ) -> dict:
         """The arguments of `forward` for those of all tokens so far that the cache does not hold.
 
-        `kwargs` are generate()'s bookkeeping and what the encoder has read: not needed here.
+        `kwargs` are generate()'s bookkeeping, and what the encoder has read. transformers 5 tells
+        in it how many of the ids are new (None: all), unless the ids of a decoder with an encoder
+        are to go on from a cache.
         """
         cache = given(cache, past_key_values)
         past_length = 0 if cache is None else int(cache.get_seq_length())
@@ -1148,6 +1186,7 @@ class TinyTFMGenerationMixin(GenerationMixin):
                 "decoder_attention_mask",
                 decoder_attention_mask,
             )
+            refuse("generate()", decoder_inputs_embeds=kwargs.get("decoder_inputs_embeds"))
             inputs |= {"encoder_outputs": encoder_outputs, "attention_mask": attention_mask}
             inputs_embeds = None  # those were the encoder's
         else:
@@ -1164,8 +1203,16 @@ class TinyTFMGenerationMixin(GenerationMixin):
         inputs[mask_name] = mask
 
         new_length = total_length - past_length
+        told = kwargs.get("next_sequence_length")
+        if told is not None:
+            new_length = told
+        elif "is_first_iteration" in kwargs and not self.config.is_encoder_decoder:
+            new_length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
         if new_length < 1:
             raise ValueError(f"the cache holds all {total_length} tokens: crop it by one at least")
+        if inputs_embeds is not None and kwargs.get("is_first_iteration"):
+            # In place of the ids, should those hold the prompt, too.
+            return {**inputs, "inputs_embeds": inputs_embeds[:, -new_length:]}
         if inputs_embeds is not None and new_length > input_ids.shape[1]:
             embeds = torch.cat((inputs_embeds, self.get_input_embeddings()(input_ids)), dim=1)
             return {**inputs, "inputs_embeds": embeds[:, -new_length:]}
@@ -1182,6 +1229,13 @@ class TinyTFMGenerationMixin(GenerationMixin):
     def generate(self, *args, **kwargs):
         # Without dropout, also if somebody forgot eval().
         model: Any = self
+        ids = kwargs.get("inputs", kwargs.get("input_ids", args[0] if args else None))
+        if self.config.is_encoder_decoder and isinstance(ids, Tensor):
+            given_inputs = {name for name, value in kwargs.items() if value is not None}
+            if not given_inputs & {"attention_mask", "encoder_outputs", "input_features"}:
+                # generate() gives the encoder what forward() would look at.
+                mask = mask_of_left_padding(ids, self.config.pad_token_id)
+                kwargs |= {} if mask is None else {"attention_mask": mask}
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:

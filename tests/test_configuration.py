@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     MarianConfig,
     MarianMTModel,
+    PretrainedConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -27,6 +28,7 @@ from modeling_tinytfm import (
     TinyTFMForSequenceClassification,
     TinyTFMModel,
 )
+from modeling_tinytfm.configuration_tinytfm import refuse_misspelt
 
 SHAPES = {
     "encoder-decoder": {},
@@ -195,6 +197,17 @@ def test_b06_odd_width(heads):
     model = TinyTFMModel(tiny_config(position_embedding_type="learned", **odd))
     ids = torch.tensor([[3, 4, 5]])
     assert model(ids, decoder_input_ids=ids).last_hidden_state.shape == (1, 3, 33)
+
+
+def test_what_transformers_4_kept_in_every_config_is_no_typo(monkeypatch):
+    def of_version_4(self, tie_encoder_decoder=False, **kwargs):
+        pass
+
+    given = {"tie_encoder_decoder": False}
+    with pytest.raises(ValueError, match="did you mean 'is_encoder_decoder'"):
+        refuse_misspelt(given)
+    monkeypatch.setattr(PretrainedConfig, "__init__", of_version_4)
+    refuse_misspelt(given)
 
 
 @pytest.mark.parametrize(

@@ -825,6 +825,40 @@ def test_a_prompt_of_embeddings(num_beams):
         assert found.tolist() == expected[:, batch["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("lengths", [(5,), (7, 4, 1)])
+def test_embeddings_stand_for_the_prompt_that_is_given_beside_them(lengths):
+    model = talkative("decoder")
+    batch, other = prompts("decoder", lengths), prompts("decoder", lengths)
+    for read in (batch, other):
+        embeds = model.get_input_embeddings()(read["input_ids"])
+        expected = model.generate(**read, max_new_tokens=6)[:, read["input_ids"].shape[1] :]
+        found = model.generate(**batch, inputs_embeds=embeds, max_new_tokens=6)
+        assert found[:, : -expected.shape[1]].tolist() == batch["input_ids"].tolist()
+        assert found[:, -expected.shape[1] :].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_source_padded_on_the_left_needs_no_mask(num_beams):
+    model = talkative("encoder-decoder")
+    ids = token_ids(2, 6, vocab_size=20)
+    expected = model.generate(ids, max_new_tokens=6, num_beams=num_beams)
+    padded = torch.cat((torch.full((2, 3), model.config.pad_token_id), ids), dim=1)
+    for arguments in ((padded,), ()):
+        named = {} if arguments else {"input_ids": padded}
+        found = model.generate(*arguments, **named, max_new_tokens=6, num_beams=num_beams)
+        assert found.tolist() == expected.tolist()
+
+
+def test_embeddings_of_a_target_are_not_passed_over():
+    model = talkative("encoder-decoder")
+    with pytest.raises(ValueError, match="decoder_inputs_embeds has no use in generate"):
+        model.generate(
+            **prompts("encoder-decoder"),
+            decoder_inputs_embeds=torch.randn(3, 2, 32),
+            max_new_tokens=3,
+        )
+
+
 def test_a_source_of_embeddings():
     model = talkative("encoder-decoder")
     batch = prompts("encoder-decoder")
@@ -861,6 +895,22 @@ def test_going_on_with_the_cache_of_an_earlier_call(passed):
     assert found[:, -4:].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("lengths", [(5, 2), (2, 5), (1, 1)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_going_on_with_new_tokens_alone_that_no_padding_precedes(lengths, masked):
+    """transformers leaves out a mask of ones, whose length told how many tokens there were."""
+    model = talkative("decoder")
+    first, turn = (token_ids(1, length, vocab_size=20) for length in lengths)
+    longer = torch.cat((first, turn), dim=1)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4}
+    expected = model.generate(longer, **options)[:, -4:]
+    mask = torch.ones_like(longer) if masked else None
+    ids = turn if masked else longer
+    cache = model(first, use_cache=True)[CACHE]
+    found = model.generate(ids, attention_mask=mask, **options, **{CACHE: cache})
+    assert found[:, -4:].tolist() == expected.tolist()
+
+
 def test_going_on_with_a_target_and_its_cache():
     model = talkative("encoder-decoder")
     batch = prompts("encoder-decoder")
@@ -890,6 +940,9 @@ def test_a_prompt_read_in_chunks():
     assert model.generate(**batch, max_new_tokens=6, prefill_chunk_size=2).tolist() == (
         expected.tolist()
     )
+    ids = token_ids(1, 9, vocab_size=20)
+    expected = model.generate(ids, max_new_tokens=6)
+    assert model.generate(ids, max_new_tokens=6, prefill_chunk_size=2).tolist() == expected.tolist()
 
 
 def test_a_decoder_starts_from_its_bos_token_alone():

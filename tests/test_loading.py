@@ -313,6 +313,17 @@ def test_b25_tied_weights_are_one(model_class, changes, tmp_path, log):
     assert log.text(logging.WARNING) == ""
 
 
+def test_a_matrix_that_is_untied_later_is_saved(tmp_path):
+    model = tiny_model()
+    model.config.tie_word_embeddings = False
+    own = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.lm_head.weight = own
+    model.save_pretrained(tmp_path)
+    loaded = TinyTFMForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight.equal(own)
+    assert loaded.model.shared.weight.equal(model.model.shared.weight)
+
+
 @shared_and_tied
 def test_b25_untied_matrices_stay_distinct(changes, tmp_path):
     model = tiny_model(**changes)

@@ -1891,6 +1891,47 @@ def test_an_unknown_argument_is_refused(shape):
         model_of(shape)(**batch_of(shape, 5, 3), atention_mask=torch.ones(2, 5))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of shapes, which are constants
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # torch reads all
+def test_a_trace_of_an_unpadded_batch_reads_masks():
+    model = tiny_model()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask, decoder_ids):
+            return self.model(ids, mask, decoder_ids, use_cache=False).logits
+
+    ids, decoder_ids = token_ids(2, 5), token_ids(2, 4)
+    traced = torch.jit.trace(Logits().eval(), (ids, torch.ones_like(ids), decoder_ids))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    close(traced(ids, mask, decoder_ids), model(ids, mask, decoder_ids).logits, 1e-5)
+
+
+@old_checkpointing_name
+@pytest.mark.parametrize("changes", [{}, {"share_encoder_decoder_embeddings": False}])
+def test_adapters_train_where_checkpointing_re_enters_autograd(changes):
+    model = tiny_model(**changes).train()
+    batch = {"input_ids": token_ids(2, 5), "labels": token_ids(2, 4)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    model(**batch).loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            close(parameter.grad, wanted[name], 1e-5)
+    model.disable_input_require_grads()
+    embedded = model.model.encoder.embed_tokens(batch["input_ids"])
+    assert not embedded.requires_grad
+
+
 def test_a_source_padded_on_the_left_needs_no_mask():
     model, ids, target = tiny_model(), token_ids(2, 5), token_ids(2, 4)
     padded = torch.cat((torch.full((2, 3), PAD), ids), dim=1)
