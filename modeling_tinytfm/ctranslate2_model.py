@@ -130,9 +130,11 @@ class TinyTFMLoader(loaders.BartLoader):
         """Embeddings, their scale, positions, and the final norm where there is one."""
         spec.scale_embeddings = stack.embed_scale
         positions = stack.embed_positions
-        spec.position_encodings.encodings = getattr(positions, "table", None)
-        if spec.position_encodings.encodings is None:
-            spec.position_encodings.encodings = positions.weight
+        table = getattr(positions, "table", None)
+        if table is None:
+            table = positions.weight
+        # Scoring and attention read one token more than an output has; what follows is not used.
+        spec.position_encodings.encodings = torch.cat((table, table[-1:]))
         embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
         self.set_embeddings(embeddings, stack.embed_tokens)
         if hasattr(spec, "layer_norm"):

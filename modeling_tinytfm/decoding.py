@@ -265,8 +265,8 @@ def _score_sequences(
     logits = model(**repeated, decoder_input_ids=sequences[:, :-1], use_cache=False).logits
     targets = sequences[:, 1:]
     log_probabilities = -F.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
-    eos = model.generation_config.eos_token_id
-    ends = torch.isin(targets, torch.as_tensor(eos, device=targets.device))
+    eos = as_list(model.generation_config.eos_token_id)
+    ends = torch.isin(targets, torch.tensor(eos, device=targets.device, dtype=targets.dtype))
     real = (ends.cumsum(1) - ends.long()) == 0  # up to the first end token, and with it
     total = (log_probabilities * real).sum(1)
     return (total / length_penalty(real.sum(1), 1.0 if exponent is None else exponent)).tolist()

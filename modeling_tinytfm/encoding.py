@@ -57,10 +57,11 @@ class PairEncoder:
         encoded: dict[int, list[list[int]]] = {}
         waiting = list(range(len(sources)))
         for tokenizer in self.tokenizers:
-            texts = [[side[row] for row in waiting] for side in (sources, targets)]
             if waiting:
-                ids = [tokenizer(side, verbose=False)["input_ids"] for side in texts]
-                for row, *pair in zip(waiting, *ids, strict=True):
+                texts, wanted = ([side[row] for row in waiting] for side in (sources, targets))
+                source_ids = tokenizer(texts, verbose=False)["input_ids"]
+                target_ids = tokenizer(text_target=wanted, verbose=False)["input_ids"]
+                for row, *pair in zip(waiting, source_ids, target_ids, strict=True):
                     if self._fits([len(side) for side in pair]):
                         encoded[row] = pair
             waiting = [row for row in waiting if row not in encoded]

@@ -7,6 +7,7 @@ of.
 """
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -19,7 +20,10 @@ from typing import Literal, get_args
 from .conversion import EXPORT_FILE, check_class, to_marian
 from .loading import load_model
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
+from .search import penalty_form
 from .tokenization import save_tokenizer
+
+logger = logging.getLogger(__name__)
 
 Engine = Literal["ctranslate2", "marian", "onnx"]
 _PACKAGES = {
@@ -75,6 +79,11 @@ def export_model(
             (folder / "README.md").write_text(ONNX_README, encoding="utf-8")
         save_tokenizer(tokenizer, folder)
         loaded.generation_config.save_pretrained(folder)
+        if to != "ctranslate2" and penalty_form(loaded.generation_config, None) == "gnmt":
+            logger.warning(
+                "length_penalty_form='gnmt' is known to modeling_tinytfm alone: others will rank "
+                "beams by length^length_penalty"
+            )
         config = loaded.config.to_diff_dict()
         config.pop("auto_map")  # there is no code beside it
         record = {

@@ -328,6 +328,11 @@ class Facts:
                 f"Outputs end after {self.generation.max_new_tokens} tokens unless "
                 "`max_new_tokens` says otherwise."
             )
+        if getattr(self.generation, "length_penalty_form", None) == "gnmt":
+            yield (
+                "The scores are of beams ranked by ((5 + length) / 6)^alpha, as modeling_tinytfm's "
+                "`translate` ranks them; `generate()` knows length^alpha alone."
+            )
         yield "Attention weights show where a head looked, not why the model decided."
 
 

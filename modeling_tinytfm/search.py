@@ -233,6 +233,8 @@ def beam_search(
                 step.reorder(rows, left)
 
     found_scores_BK[here_B], found_BKT[here_B] = finished_BK, finished_BKT
+    # What was forbidden is no output, though a place was left for one.
+    found_BKT[..., 1:].masked_fill_(found_scores_BK.isneginf()[..., None], filler)
     n_best = generation_config.num_return_sequences
     return Found(
         found_BKT[:, :n_best, : length + 1].flatten(0, 1), found_scores_BK[:, :n_best].flatten()

@@ -222,7 +222,9 @@ def with_bpe_dropout(tokenizer: PreTrainedTokenizerFast, dropout: float) -> PreT
         ValueError: If the tokenizer is of another kind.
     """
     random_tokenizer = copy.deepcopy(tokenizer)
-    model = random_tokenizer.backend_tokenizer.model
+    # One of Marian's with two SentencePiece models has no backend.
+    backend = getattr(random_tokenizer, "backend_tokenizer", None)
+    model = random_tokenizer if backend is None else backend.model
     if not isinstance(model, models.BPE):
         raise ValueError(
             f"bpe_dropout={dropout} needs a tokenizer of kind bpe, not {type(model).__name__}"

@@ -151,6 +151,11 @@ def translate_n_best(
     for name in _OWN_ARGUMENTS:
         if name in generation:
             raise ValueError(f"{name}={generation[name]!r} cannot be set: n_best decides it")
+    if generation.pop("generation_config", None) is not None:
+        raise ValueError(
+            "generation_config cannot be given: pass its settings by name, such as num_beams=4, or "
+            "set model.generation_config"
+        )
     check_unit(alignments)
     if not isinstance(model, Translator):
         models = model if isinstance(model, Sequence) else [model]
@@ -267,7 +272,9 @@ def _encode_prefixes(
     encoded = []
     for number, prefix in enumerate(prefixes, start=first_line):
         text = prefix.strip()
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+        ids: list[int] = []
+        if text:
+            ids = tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
         written = tokenizer.decode(ids, skip_special_tokens=True)
         if unicodedata.normalize("NFC", written) != unicodedata.normalize("NFC", text):
             raise ValueError(

@@ -273,6 +273,24 @@ def test_a_source_longer_than_the_positions_is_refused(translator):
         translator.generate([[5] * 1024 + [2]], max_new_tokens=5)
 
 
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned"])
+def test_outputs_as_long_as_the_positions_have_scores_and_alignments(tmp_path, kind):
+    model = tiny_model(max_position_embeddings=12, position_embedding_type=kind)
+    model.generation_config.eos_token_id = 49  # they hardly ever end
+    translator = exported(model, tmp_path)
+    for num_beams in (1, 2):
+        options = {"max_new_tokens": 12, "num_beams": num_beams, "alignments": "token"}
+        ours, theirs = (
+            translate_n_best(either, translator.tokenizer, ["w5 w6", "w7"], 1, **options)
+            for either in (model, translator)
+        )
+        for (found,), (expected,) in zip(theirs, ours, strict=True):
+            assert len(found.tokens) == 12
+            assert found.tokens == expected.tokens
+            assert found.score == pytest.approx(expected.score, abs=1e-4)
+            assert found.alignment == expected.alignment
+
+
 def test_a_damaged_folder_is_refused(reverser, tmp_path):
     exported(reverser, tmp_path)
     (tmp_path / "exported-None" / "model.bin").write_bytes(b"")

@@ -13,6 +13,7 @@ from tiny import tiny_model
 
 from modeling_tinytfm import TinyTFMForCausalLM
 from modeling_tinytfm.exporting import export_model, new_folder
+from modeling_tinytfm.search import keep_penalty_form
 from modeling_tinytfm.tokenization import save_tokenizer
 
 exporting = script("export")
@@ -162,6 +163,14 @@ def test_a_missing_package_is_named_in_one_line(
     extra = f"pip install 'modeling-tinytfm[{engine}]'"
     assert errors.splitlines()[-1] == f"export.py: {missing} is not installed: {extra}"
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("form", "told"), [("gnmt", 1), ("length", 0)])
+def test_a_penalty_that_others_do_not_know_is_told(reverser, tmp_path, caplog, form, told):
+    model = copy.deepcopy(reverser)
+    keep_penalty_form(model, form)
+    export_model(save(model, tmp_path / "ours"), "marian", tmp_path / "marian")
+    assert caplog.text.count("'gnmt' is known to modeling_tinytfm alone") == told
 
 
 def test_the_command_line(saved, tmp_path, capsys):

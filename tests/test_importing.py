@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from test_scripts import script
 from transformers import (
@@ -19,15 +20,23 @@ from transformers import (
     T5Config,
 )
 
-from modeling_tinytfm import TinyTFMForConditionalGeneration
+from modeling_tinytfm import TinyTFMConfig, TinyTFMForConditionalGeneration
 from modeling_tinytfm.checkpoints import save_average
+from modeling_tinytfm.data import encode_pairs
+from modeling_tinytfm.encoding import PairEncoder
 from modeling_tinytfm.experiment import run_recipe
 from modeling_tinytfm.exporting import export_model
 from modeling_tinytfm.importing import import_marian, reason_to_keep
 from modeling_tinytfm.loading import load_tokenizer
 from modeling_tinytfm.publishing import files_to_publish
 from modeling_tinytfm.recipes import load_recipe
-from modeling_tinytfm.tokenization import TOKENIZER_FILES
+from modeling_tinytfm.tokenization import (
+    TOKENIZER_FILES,
+    save_tokenizer,
+    train_tokenizer,
+    with_bpe_dropout,
+)
+from modeling_tinytfm.translation import translate
 
 ROOT = Path(__file__).parents[1]
 importing = script("import_model")
@@ -158,6 +167,18 @@ def test_two_sentencepiece_models_stay_marians(marian, tmp_path):
     assert ours(text_target=text)["input_ids"] == theirs(text_target=text)["input_ids"]
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours(text)["input_ids"] != ours(text_target=text)["input_ids"]
+
+    # What trains from a stream, and what an output begins with, are targets, too.
+    pairs = Dataset.from_dict({"source": lines(ENGLISH, 9), "target": lines(GERMAN, 9)})
+    limits = {"max_source_length": None, "max_target_length": None}
+    encoded, _ = encode_pairs(pairs, ours, **limits, drop_too_long=True)
+    rows = PairEncoder(ours, **limits)(pairs["source"][:], pairs["target"][:])
+    assert rows == [[row["input_ids"], row["labels"]] for row in encoded]
+    model = TinyTFMForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    for output in translate(model, ours, lines(ENGLISH, 3), prefixes=[text] * 3):
+        assert output.startswith(text)
+    with pytest.raises(ValueError, match="needs a tokenizer of kind bpe, not Marian"):
+        with_bpe_dropout(ours, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -291,3 +312,17 @@ def test_other_tasks_refuse_a_start(tmp_path):
         load_recipe(
             ROOT / "configs" / "language_model.yaml", ["model=null", "model.from_pretrained=ours"]
         )
+
+
+def test_a_start_with_fewer_positions_than_tokens_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    both = lines(ENGLISH, 40) + lines(GERMAN, 40)
+    tokenizer = train_tokenizer(both, vocab_size=90, show_progress=False)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    positions = {"position_embedding_type": "learned", "max_position_embeddings": 64}
+    config = TinyTFMConfig(len(tokenizer), **sizes, **positions)
+    TinyTFMForConditionalGeneration(config).save_pretrained("ours")
+    save_tokenizer(tokenizer, "ours")
+    message = "max_source_length=256 is above the learned positions, model.max_position_embed.*=64"
+    with pytest.raises(ValueError, match=message):
+        run_recipe(finetune(Path("ours")))

@@ -570,6 +570,24 @@ def test_where_fewer_outputs_are_possible_the_others_are_none(reverser, digits):
     assert [one.text for one in best[1:]] == [""] * 2
 
 
+def test_what_is_forbidden_is_no_output(reverser, digits):  # noqa: F811
+    (found,) = generate_batch(
+        reverser,
+        digits,
+        [[3, 4, 5, 2]],
+        prefixes=[[5]],
+        n_best=4,
+        num_beams=4,
+        with_scores=True,
+        max_new_tokens=6,
+        prefix_allowed_tokens_fn=lambda row, ids: [4] if len(ids) < 4 else [2],
+    )
+    assert found[0].tokens == (5, 4, 4)
+    assert math.isfinite(found[0].score)
+    for other in found[1:]:
+        assert (other.text, other.tokens, other.score) == ("", (), -math.inf)
+
+
 def test_rows_of_a_batch_are_searched_as_alone(reverser):
     """Rows that are done wait for the others, and padding changes nothing."""
     batch = reversal_batch(6, torch.Generator().manual_seed(8))

@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from tiny import tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
 
 from modeling_tinytfm.decoding import EXTRA_TOKENS
 from modeling_tinytfm.tokenization import save_tokenizer, train_tokenizer
@@ -345,6 +351,7 @@ def test_b35_literal_special_tokens():
         (["1", None], {}, "lines[1]=None is no text"),
         (["1", b"2"], {}, "lines[1]=b'2' is no text"),
         (["1", "\ud800"], {}, "lines[1]='\\ud800' holds half a surrogate pair"),
+        (["1"], {"generation_config": GenerationConfig()}, "generation_config cannot be given"),
         (["1"], {"n_best": 0}, "n_best=0 is not at least 1"),
         (["1"], {"batch_tokens": 0}, "batch_tokens=0 is not at least 1"),
         (["1"], {"num_beams": 0}, "num_beams=0 is not at least 1"),
