@@ -4,6 +4,7 @@ An image enters as continuous features: its rows are the positions, and a row's 
 255, are the features of a position.
 """
 
+import logging
 import os
 import shlex
 import zipfile
@@ -31,6 +32,8 @@ from .tokenization import SPECIAL_TOKENS
 from .training import TinyTFMTrainer, smoothed_loss
 from .translation import budget_batches, progress_bar
 
+logger = logging.getLogger(__name__)
+
 HELD_OUT_IMAGES = 0.1  # share of the images for each split that no file is given for
 
 
@@ -41,6 +44,18 @@ class ClassificationTrainer(TinyTFMTrainer):
         """Positions of each row, and zeros: there is no target side."""
         lengths = lengths_of(dataset)
         return lengths, np.zeros_like(lengths)
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """A step, on images that are moved first.
+
+        They move here, and not as the batch is made, since batches are made ahead: by random
+        numbers that a run which is resumed could not draw again.
+        """
+        if shift := getattr(self.data_collator, "shift", 0):
+            inputs = {**inputs, "input_features": moved(inputs["input_features"], shift)}
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def smoothed(self, model: Any, inputs: dict[str, Any], num_items: Any) -> tuple[Tensor, Any]:
         """The smoothed loss over the classes, and the model's outputs."""
@@ -60,8 +75,6 @@ class ClassificationTrainer(TinyTFMTrainer):
         own = dataset.select(mine) if self.args.world_size > 1 else dataset
         fed = own.select_columns([name for name in own.column_names if name in FED_COLUMNS])
         collator: Any = self.data_collator
-        if isinstance(collator, ImageCollator):
-            collator = ImageCollator()
         results: list[tuple[int, float, int, float]] = [(0, 0.0, 0, 0.0)] * len(own)
         was_training = self.model.training
         self.model.eval()
@@ -111,8 +124,17 @@ class Classification(Task):
         files = files_of(data)
         if data.image_column is not None:
             return load_images(files, data.image_column, data.label_column, data.max_train_samples)
+        named = {split: with_class_names(file, data.label_column) for split, file in files.items()}
+        for split in [split for split in named if split != "train"]:
+            if _has_no_labels(named[split], data.label_column):
+                logger.warning(
+                    "the %s split of %s has no labels: a part of the training rows is held out in "
+                    "its place",
+                    *(split, data.dataset_name),
+                )
+                del named[split]
         return load_pairs(
-            {split: with_class_names(file, data.label_column) for split, file in files.items()},
+            named,
             source_column=data.text_column,
             target_column=data.label_column,
             group_column=data.group_column,
@@ -281,6 +303,16 @@ def with_class_names(rows: PairSource, column: str) -> PairSource:
     )
 
 
+def _has_no_labels(rows: PairSource, column: str) -> bool:
+    """Whether a data set keeps its classes secret, as test sets of competitions do."""
+    return (
+        isinstance(rows, Dataset)
+        and len(rows) > 0
+        and column in rows.column_names
+        and not any(rows[column][:])
+    )
+
+
 def natural_order(name: str) -> tuple[int, int, str]:
     """Sorts names of classes: numbers by value, before all others."""
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
@@ -301,8 +333,7 @@ class ImageCollator:
     """Makes a batch of images: `input_features` [B, rows, columns] from 0 to 1, and `labels` [B].
 
     Args:
-        shift: Each image is moved by up to so many pixels in either direction, drawn at random;
-            what comes into view is black.
+        shift: By how many pixels `ClassificationTrainer` moves them in training.
     """
 
     shift: int = 0
@@ -310,17 +341,23 @@ class ImageCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> BatchEncoding:
         """Stacks the rows."""
         images_BLF = torch.from_numpy(np.stack([np.asarray(row["input_features"]) for row in rows]))
-        if self.shift:
-            height, width = images_BLF.shape[1:]
-            padded = F.pad(images_BLF, [self.shift] * 4)
-            offsets = torch.randint(2 * self.shift + 1, (len(rows), 2)).tolist()
-            moved = [
-                image[down : down + height, right : right + width]
-                for image, (down, right) in zip(padded, offsets, strict=True)
-            ]
-            images_BLF = torch.stack(moved)
         labels_B = torch.tensor([int(row["labels"]) for row in rows])
         return BatchEncoding({"input_features": images_BLF.float() / 255, "labels": labels_B})
+
+
+def moved(images_BLF: Tensor, shift: int) -> Tensor:
+    """Each image moved by up to `shift` pixels in either direction, drawn at random.
+
+    What comes into view is black.
+    """
+    height, width = images_BLF.shape[1:]
+    padded = F.pad(images_BLF, [shift] * 4)
+    offsets = torch.randint(2 * shift + 1, (len(images_BLF), 2)).tolist()
+    windows = [
+        image[down : down + height, right : right + width]
+        for image, (down, right) in zip(padded, offsets, strict=True)
+    ]
+    return torch.stack(windows)
 
 
 def read_images(

@@ -104,11 +104,13 @@ class SplitReport:
 
 Report = dict[str, SplitReport]
 
+# What is cached as rows comes from these.
+_MAKE_ROWS = ("reading.py", "data.py", "classification.py", "language_modeling.py")
+
 
 def cache_key(*parts: object) -> str:
     """A cache key of the code that makes rows and of `parts`, which JSON can write."""
-    here = Path(__file__)
-    code = [_content_hash(str(file)) for file in (here, here.with_name("reading.py"))]
+    code = [_content_hash(str(Path(__file__).with_name(name))) for name in _MAKE_ROWS]
     return hashlib.blake2b(json.dumps([code, *parts]).encode(), digest_size=16).hexdigest()
 
 
@@ -495,7 +497,7 @@ def what_it_does(tokenizer: Any) -> str:
     """All that decides a tokenizer's ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return backend.to_str()
+        return f"{getattr(tokenizer, 'split_special_tokens', None)} {backend.to_str()}"
     # A slow one, such as Marian's, is what its files hold.
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -549,7 +551,7 @@ def encode_pairs(
     # The calls above have also reset the truncation and padding of earlier ones, which would
     # otherwise stand in the state and miss the cache.
     state = what_it_does(tokenizer)
-    settings = [*limits.values(), drop_too_long, getattr(tokenizer, "split_special_tokens", None)]
+    settings = [*limits.values(), drop_too_long]
     workers = min(num_proc or 1, len(dataset))
     kept_columns = [SOURCE_COLUMN, TARGET_COLUMN] if keep_texts else []
     encoded = dataset.map(
@@ -587,7 +589,7 @@ def encode_pairs(
 
 def token_lengths(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Counts tokens: two arrays [rows], of `input_ids` and of `labels`, `</s>` included."""
-    lengths: list[list[np.ndarray]] = [[], []]
+    lengths: list[list[np.ndarray]] = [[np.empty(0, np.int64)], [np.empty(0, np.int64)]]
     for table in dataset.with_format("arrow").iter(batch_size=10_000):
         for column, parts in zip(("input_ids", "labels"), lengths, strict=True):
             parts.append(pc.list_value_length(table[column]).to_numpy())

@@ -7,6 +7,7 @@ column `translation`, as in the data sets of WMT: `de` then finds `translation.d
 import csv
 import gzip
 import json
+import math
 import os
 import re
 import zlib
@@ -80,7 +81,7 @@ def _numbered_lines(path: str, keep_ends: bool = False) -> Iterator[tuple[int, s
     r"""Lines from 1. Only \n, or \r\n, ends a line; a byte order mark in front is skipped."""
     number = 0
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
+        with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
@@ -130,8 +131,13 @@ def _table_records(
     names = [name.strip() for name in first[1]]
     missing = [column for column in columns if column not in names]
     positions = [0, 1]
+    width: float = math.inf
     if not missing:
         positions = [names.index(column) for column in columns]
+        width = len(names)
+        for column in columns:
+            if names.count(column) > 1:
+                raise ValueError(f"{path}, line 1: {names.count(column)} columns named {column!r}")
     elif has_header or tuple(columns) != (SOURCE_COLUMN, TARGET_COLUMN):
         raise ValueError(
             f"{path}, line 1: no column {missing[0]!r}; the line has {excerpt(', '.join(names))}"
@@ -139,6 +145,11 @@ def _table_records(
     else:
         rows = chain([first], rows)
     for number, row in rows:
+        if len(row) > width and any(value.strip() for value in row[len(names) :]):
+            raise ValueError(
+                f"{path}, line {number}: {len(row)} columns under a header of {width}: "
+                f"{excerpt(row[0])}; is there a separator too many, or are quotes missing?"
+            )
         if len(row) > max(positions):
             yield [row[position] for position in positions]
         elif not any(value.strip() for value in row):
@@ -312,7 +323,7 @@ def load_splits(
     found = {
         split: splits[choice]
         for split, choices in SPLIT_NAMES.items()
-        for choice in choices
+        for choice in reversed(choices)  # where a set has several, the first one counts
         if choice in splits
     }
     if "train" not in found:

@@ -255,6 +255,10 @@ def _check_training(training: TrainingSettings) -> None:
             "training.overwrite=True contradicts training.resume_from_checkpoint="
             f"{training.resume_from_checkpoint!r}: a run is either started anew or continued"
         )
+    if effective("max_steps") == 0:
+        raise ValueError(
+            "training.max_steps=0 would learn nothing; -1 leaves it to training.num_train_epochs"
+        )
     if effective("fp16") and effective("bf16"):
         raise ValueError("training.fp16=True contradicts training.bf16=True: keep one of the two")
     if arguments.get("hub_strategy") in ("checkpoint", "all_checkpoints"):
@@ -268,6 +272,8 @@ def _check_training(training: TrainingSettings) -> None:
         )
     if training.is_noam:
         _check_noam(training.arguments)
+    else:
+        _check_schedule(training.lr_scheduler_type, effective("lr_scheduler_kwargs"))
     if effective("warmup_steps") and training.lr_scheduler_type in ("constant", *_BY_EVALUATION):
         raise ValueError(
             f"training.warmup_steps={effective('warmup_steps')} contradicts training."
@@ -285,8 +291,16 @@ def _check_training(training: TrainingSettings) -> None:
         for key in ("average_last", "average_best")
         if getattr(training, key) is not None
     }
+    chooses = training.early_stopping_patience or effective("metric_for_best_model")
+    chooses = chooses or effective("load_best_model_at_end")
     for key, count in needs_checkpoints.items():
         limit = effective("save_total_limit")
+        if chooses and key == "average_last" and limit == count:
+            raise ValueError(
+                f"training.average_last={count}: with training.save_total_limit={limit} the best "
+                "checkpoint, which is kept, may take the place of one of the last: write "
+                f"training.save_total_limit={count + 1}"
+            )
         if effective("save_strategy") == "no" or (limit is not None and limit < count):
             raise ValueError(
                 f"training.{key}={count} needs so many checkpoints, but training.save_strategy="
@@ -326,6 +340,23 @@ def _check_saves_are_evaluated(effective: Callable[[str], Any]) -> None:
             f"training.load_best_model_at_end=True: training.save_steps={save_steps} must be a "
             f"multiple of training.eval_steps={eval_steps}"
         )
+
+
+def _check_schedule(name: str, kwargs: Any) -> None:
+    """Has the Trainer's schedule made once, which would else be done after the data are read."""
+    import torch
+    from transformers import get_scheduler
+
+    stated = f"training.lr_scheduler_type={name}"
+    if kwargs:
+        stated += f" with training.lr_scheduler_kwargs={kwargs}"
+    if kwargs and name in ("constant", "constant_with_warmup"):
+        raise ValueError(f"{stated}: this schedule has no such keys")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    try:
+        get_scheduler(name, optimizer, 1, 2, scheduler_specific_kwargs=dict(kwargs or {}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{stated}: {error}") from None
 
 
 def _check_noam(arguments: Mapping[str, Any]) -> None:
@@ -372,6 +403,19 @@ def _check_start(recipe: Recipe, name: str) -> None:
             )
 
 
+def check_positions(recipe: Recipe, positions: int) -> None:
+    """Raises ValueError if a sequence may be longer than there are learned positions."""
+    lengths = ("max_source_length", "max_target_length")
+    read = {"seq2seq": lengths, "language_model": lengths[:1], "classification": lengths[:1]}
+    for key in read[recipe.task] if recipe.data.image_column is None else ():
+        limit = getattr(recipe.data, key)
+        if limit is None or limit > positions:
+            raise ValueError(
+                f"data.{key}={limit} is above the learned positions, "
+                f"model.max_position_embeddings={positions}"
+            )
+
+
 def _check_across_sections(recipe: Recipe) -> None:
     arguments, data = recipe.training.arguments, recipe.data
     batch_size = arguments.get("per_device_train_batch_size")
@@ -388,15 +432,7 @@ def _check_across_sections(recipe: Recipe) -> None:
     if recipe.model.get("from_pretrained") is not None:
         return  # how many positions there are is known when it is loaded
     if effective("position_embedding_type") == "learned":
-        lengths = ("max_source_length", "max_target_length")
-        read = {"seq2seq": lengths, "language_model": lengths[:1], "classification": lengths[:1]}
-        for key in read[recipe.task] if data.image_column is None else ():
-            limit = getattr(data, key)
-            if limit is None or limit > effective("max_position_embeddings"):
-                raise ValueError(
-                    f"data.{key}={limit} is above the learned positions, "
-                    f"model.max_position_embeddings={effective('max_position_embeddings')}"
-                )
+        check_positions(recipe, effective("max_position_embeddings"))
 
 
 def model_selection(recipe: Recipe) -> dict[str, Any]:
@@ -433,4 +469,16 @@ def model_selection(recipe: Recipe) -> dict[str, Any]:
             f"training.greater_is_better={greater_is_better} contradicts "
             f"training.metric_for_best_model={metric!r} ({known[name].text}); set it to null"
         )
-    return {"metric_for_best_model": metric, "greater_is_better": known[name].higher_is_better}
+    higher_is_better = known[name].higher_is_better
+    choice: dict[str, Any] = {"metric_for_best_model": metric}
+    choice["greater_is_better"] = higher_is_better
+    if training.lr_scheduler_type in _BY_EVALUATION:  # which would take it as better when lower
+        kwargs = arguments.get("lr_scheduler_kwargs") or {}
+        mode = "max" if higher_is_better else "min"
+        if kwargs.get("mode", mode) != mode:
+            raise ValueError(
+                f"training.lr_scheduler_kwargs.mode={kwargs['mode']!r} contradicts "
+                f"training.metric_for_best_model={metric!r} ({known[name].text}): leave it out"
+            )
+        choice["lr_scheduler_kwargs"] = {**kwargs, "mode": mode}
+    return choice

@@ -26,6 +26,7 @@ from .decoding import EXTRA_TOKENS
 from .encoding import PairEncoder
 from .loading import load_start
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
+from .recipe_checks import check_positions
 from .recipes import Recipe
 from .reports import shortened
 from .resegmentation import ResegmentedPairs
@@ -169,6 +170,7 @@ class Seq2Seq(Task):
         positions = math.inf
         if config.position_embedding_type == "learned":
             positions = config.max_position_embeddings
+            check_positions(self.recipe, positions)  # of a trained model nobody knew them before
         if not {"max_length", "max_new_tokens"} & set(generation):
             # As far as training reached, and some more; transformers' own default is 20.
             _, target_lengths = token_lengths(train)

@@ -17,6 +17,7 @@ from modeling_tinytfm.classification import (
     class_name,
     grey_pixels,
     load_images,
+    moved,
     natural_order,
     read_images,
 )
@@ -170,9 +171,24 @@ def test_smoothing_is_for_training_alone_and_as_the_formula_says():
     assert plain.item() == pytest.approx(nll.mean().item(), rel=1e-4)
 
 
-def test_a_run_that_is_resumed_ends_as_if_it_had_never_stopped():
+@pytest.mark.parametrize(
+    "saving",
+    [
+        (),
+        ("training.save_strategy=steps", "training.save_steps=7"),
+        (
+            "training.save_strategy=steps",
+            "training.save_steps=7",
+            "training.dataloader_num_workers=1",
+        ),
+    ],
+    ids=["epoch", "between", "worker"],
+)
+def test_a_run_that_is_resumed_ends_as_if_it_had_never_stopped(saving):
     np.savez("digits.npz", **images())
-    chosen = ("training.num_train_epochs=2", "data.image_shift=1")
+    chosen = ("training.num_train_epochs=2", "data.image_shift=1", *saving)
+    if saving:
+        chosen += ("training.load_best_model_at_end=false",)
     whole = run_recipe(recipe(IMAGES, *chosen))
     last = max(Path("outputs/tiny").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     first = min(Path("outputs/tiny").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
@@ -215,6 +231,21 @@ def test_a_hub_data_set_names_its_classes(tmp_path):
     assert first["labels"] == content["labels"][40]
 
 
+def test_a_split_whose_classes_are_secret_is_held_out_of_training(tmp_path, caplog):
+    rows = texts(60)
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["odd", "even"])})
+    folder = tmp_path / "glue"
+    folder.mkdir()
+    Dataset.from_list(rows, features=features).to_parquet(folder / "train.parquet")
+    secret = [{"text": row["text"], "label": -1} for row in rows[:9]]
+    Dataset.from_list(secret, features=features).to_parquet(folder / "test.parquet")
+    prepared = prepare(recipe({"dataset_name": str(folder)}))
+    assert f"the test split of {folder} has no labels" in caplog.text
+    assert prepared.reports["train"].held_out == len(prepared.sets["validation"]) + len(
+        prepared.sets["test"]
+    )
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
 def test_classes_may_be_numbers_in_every_kind_of_file(kind):
     rows = [{"text": row["text"], "label": 3 + (row["label"] == "odd")} for row in texts(60)]
@@ -249,16 +280,35 @@ def test_the_images_move_and_lose_nothing_but_what_leaves():
     image = np.zeros((1, 5, 4), np.uint8)
     image[0, 2, 1] = 255
     seen = set()
+    batch = ImageCollator(1)([{"input_features": image[0], "labels": 3}])
+    assert batch["input_features"][0, 2, 1] == 1  # it moves in the training step alone
+    assert batch["labels"].tolist() == [3]
     torch.manual_seed(0)
     for _ in range(200):
-        batch = ImageCollator(1)([{"input_features": image[0], "labels": 3}])
-        assert batch["input_features"].shape == (1, 5, 4)
-        assert batch["input_features"].sum() == 1
-        seen.add(tuple(batch["input_features"][0].nonzero()[0].tolist()))
+        features = moved(batch["input_features"], 1)
+        assert features.shape == (1, 5, 4)
+        assert features.sum() == 1
+        seen.add(tuple(features[0].nonzero()[0].tolist()))
     assert seen == {(2 + down, 1 + right) for down in (-1, 0, 1) for right in (-1, 0, 1)}
-    still = ImageCollator()([{"input_features": image[0], "labels": 3}])
-    assert still["input_features"][0, 2, 1] == 1
-    assert still["labels"].tolist() == [3]
+
+
+def test_training_alone_moves_images():
+    np.savez("digits.npz", **images(40))
+    trainer = prepare(recipe(IMAGES, "data.image_shift=2")).trainer
+    seen = []
+    trainer.model.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(named["input_features"]), with_kwargs=True
+    )
+    rows = {np.asarray(row["input_features"]).tobytes() for row in trainer.train_dataset}
+    trainer.train()
+    fed = [(image * 255).round().byte().numpy().tobytes() for image in seen[0]]
+    assert len(set(fed) - rows) > len(fed) // 2
+    seen.clear()
+    trainer.score(trainer.eval_dataset, "eval")
+    pixels = np.stack([np.asarray(row["input_features"]) for row in trainer.eval_dataset])
+    assert sorted(image.sum().item() for batch in seen for image in batch) == pytest.approx(
+        sorted((pixels / 255).sum((1, 2)))
+    )
 
 
 @pytest.mark.parametrize(

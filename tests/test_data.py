@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
+from modeling_tinytfm import reading
 from modeling_tinytfm.batching import PairBatchSampler
 from modeling_tinytfm.data import (
     SplitReport,
@@ -140,8 +141,26 @@ def test_reads_as_a_strict_csv_reader_does(tmp_path):
 )
 def test_tsv_header_only_where_both_names_stand(tmp_path, first, options, expected):
     swapped = first.startswith("target")
-    path = write(tmp_path / "pairs.tsv", f"{first}\nx\ty\tz\n")
+    more = "\tz" if expected else ""  # only without a header is there no telling
+    path = write(tmp_path / "pairs.tsv", f"{first}\nx\ty{more}\n")
     assert read(path, **options) == [*expected, ("y", "x") if swapped else ("x", "y")]
+
+
+@pytest.mark.parametrize(("ending", "mark"), [("csv", ","), ("tsv", "\t"), ("csv.GZ", ",")])
+def test_cells_without_a_column_are_not_dropped_in_silence(tmp_path, ending, mark):
+    def rows(*lines: str) -> Path:
+        content = "".join(f"{line.replace('|', mark)}\n" for line in lines).encode()
+        path = tmp_path / f"pairs.{ending}"
+        path.write_bytes(gzip.compress(content) if ending.endswith("GZ") else content)
+        return path
+
+    pairs = rows("source|target", "Hello|Hallo|", "a|b| |")
+    assert read(pairs) == [("Hello", "Hallo"), ("a", "b")]
+    with pytest.raises(ValueError, match=r"line 3: 3 columns under a header of 2: 'Hello'; is"):
+        read(rows("source|target", "a|b", "Hello| world|Hallo Welt"))
+    with pytest.raises(ValueError, match=r"line 1: 2 columns named 'target'"):
+        read(rows("source|target|target", "a|b|c"))
+    assert read(rows("source|note|note|target", "a|b|c|d")) == [("a", "d")]
 
 
 def test_long_lines(tmp_path):
@@ -546,6 +565,19 @@ def test_lengths_drop_in_training_and_truncate_in_evaluation():
     assert report == SplitReport(pairs=204)
     source_lengths, target_lengths = token_lengths(unlimited)
     assert [*zip(source_lengths - 1, target_lengths - 1, strict=True)] == lengths
+
+
+def test_the_first_name_of_a_split_counts(monkeypatch):
+    names = ("dev", "train", "validation", "val")
+    splits = {name: datasets.Dataset.from_dict({"source": [name]}) for name in names}
+    monkeypatch.setattr(reading, "load_dataset", lambda *_, **__: datasets.DatasetDict(splits))
+    assert reading.load_splits("some/data")["validation"]["source"][:] == ["validation"]
+
+
+def test_token_lengths_of_no_rows():
+    """A process may have nothing to score."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[3]]}).select([])
+    assert [lengths.tolist() for lengths in token_lengths(rows)] == [[], []]
 
 
 def test_token_lengths_of_selected_rows():
