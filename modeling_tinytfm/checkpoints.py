@@ -53,8 +53,11 @@ def what_is_missing(
         if any((Path(checkpoint) / name).is_file() for name in others):
             return f"it was written {'without' if sharded else 'with'} FSDP ({others[-1]})"
         names += [*OPTIMIZER_FILES[sharded], "scheduler.pt"]
-        ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
-        names += [f"rng_state{rank}.pth" for rank in ranks]
+        ranks = random_state_names(world_size)
+        names += ranks
+        more = {file.name for file in Path(checkpoint).glob("rng_state_*.pth")} - {*ranks}
+        if world_size > 1 and more:  # of fewer processes, a file is missing
+            return f"it was written by {world_size + len(more)} processes"
     for name in names:
         file = Path(checkpoint) / name
         if not file.is_file():
@@ -62,6 +65,13 @@ def what_is_missing(
         if not _is_whole(file):
             return f"{name} is cut off"
     return None
+
+
+def random_state_names(world_size: int) -> list[str]:
+    """The files in which the processes of a run keep the states of their random numbers."""
+    if world_size == 1:
+        return ["rng_state.pth"]
+    return [f"rng_state_{rank}.pth" for rank in range(world_size)]
 
 
 def _is_whole(file: Path) -> bool:

@@ -233,7 +233,9 @@ class EarlyStopping(TrainerCallback):
         """Stops where the best evaluation lies `patience` evaluations back."""
         name = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
         sign = -1 if args.greater_is_better else 1
-        values = [sign * entry[name] for entry in state.log_history if name in entry]
+        # By update: a run that is resumed may evaluate once more where it had been stopped.
+        found = {entry["step"]: sign * entry[name] for entry in state.log_history if name in entry}
+        values = list(found.values())
         if values and len(values) - 1 - values.index(min(values)) >= self.patience:
             control.should_training_stop = True
 
@@ -294,10 +296,10 @@ class Experiment:
         results = {"train": trained, "eval": evaluated, "test": test}
         scores = {name: value for part in results.values() for name, value in part.items()}
         if trainer.is_world_process_zero():
+            self.save_model()  # first: predicting may take long
             if predictions is None:
                 predictions = self.task.predict(trainer, self.sets["test"])
             records = list(self.task.records(self.sets["test"], predictions))
-            self.save_model()
             smoothed = trainer.args.label_smoothing_factor > 0
             draw_curves(history, self.folder / CURVES_FILE, smoothed=smoothed)
             write_predictions(records, self.folder / PREDICTIONS_FILE)

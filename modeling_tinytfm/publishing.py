@@ -55,6 +55,8 @@ _OUTDATED = re.compile(
     r"(?:model|pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?"
     r"|training_args\.bin|optimizer\.pt|scheduler\.pt|scaler\.pt|rng_state(?:_\d+)?\.pth"
 )
+# What else belongs to the weights that were there.
+_OF_THE_WEIGHTS = {*PUBLISHED_FILES, RECIPE_FILE}
 _ADVICE = {
     401: "the token is not valid, or may not see it: `hf auth login`",
     403: "the token may not write there: use one with write access, of that owner",
@@ -256,7 +258,11 @@ def push(
             say(f"{CARD_FILE} of {repo_id} was edited there and stays")
         if card:
             files[CARD_FILE] = card.encode()
-        outdated = sorted(name for name in there - files.keys() if _OUTDATED.fullmatch(name))
+        outdated = sorted(
+            name
+            for name in there - files.keys()
+            if _OUTDATED.fullmatch(name) or name in _OF_THE_WEIGHTS
+        )
         if is_new:
             say(f"{repo_id} is new{', and private' if private else ''}")
         elif replaced := sorted(there & files.keys()):
@@ -372,6 +378,5 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
     except HTTPError as error:
         raise OSError(f"{repo_id}: the Hub cannot be reached ({type(error).__name__})") from None
     except RuntimeError as error:  # in which a large file's upload wraps what stopped it
-        if not isinstance(error.__cause__, HTTPError):
-            raise
-        raise OSError(f"{repo_id}: {error} ({type(error.__cause__).__name__})") from None
+        cause = f" ({type(error.__cause__).__name__})" if error.__cause__ else ""
+        raise OSError(f"{repo_id}: {error}{cause}") from None

@@ -60,7 +60,8 @@ GENERATION_KEYS: dict[str, Key] = {
     "length_penalty_form": Key(
         Literal["length", "gnmt"],
         "length",
-        "what length_penalty is the exponent of: the length, or (5 + length) / 6 as in the paper",
+        "what length_penalty is the exponent of: the length, or (5 + length) / 6 as in the paper; "
+        "generate() itself knows the length alone",
     ),
     "early_stopping": Key(
         bool | Literal["never"], False, "stop as soon as num_beams hypotheses are finished"
@@ -161,6 +162,9 @@ REFUSED_KEYS: dict[str, str] = {
     "generation.output_attentions": _SEVERAL_OUTPUTS,
     "generation.output_hidden_states": _SEVERAL_OUTPUTS,
     "generation.transformers_version": _BY_COMMAND,
+    "training.enable_jit_checkpoint": "a run that was stopped would count as finished; save_steps, "
+    "and resume_from_checkpoint=true, carry it over",
+    "training.neftune_noise_alpha": "the stacks embed tokens by matrices that it does not reach",
     "training.do_train": _BY_COMMAND,
     "training.do_eval": f"{_BY_COMMAND}; write training.eval_strategy",
     "training.do_predict": _BY_COMMAND,

@@ -63,6 +63,9 @@ _KEYS_OUTSIDE_THE_RUN = (
     "training.hub_revision",
     "training.hub_strategy",
 )
+# Where a folder and a name on the Hub look alike.
+_KEYS_OF_THE_HUB = ("data.dataset_name", "model.from_pretrained")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +146,8 @@ class Recipe:
         `data.num_proc`) makes no difference.
         """
         mine, theirs = _dotted(self.to_dict()), _dotted(other.to_dict())
+        for flat in (mine, theirs):  # a folder that is gone has lost its ./
+            flat |= {key: flat[key].removeprefix("./") for key in _KEYS_OF_THE_HUB if flat.get(key)}
         return [
             key
             for key in dict.fromkeys((*mine, *theirs))
@@ -206,14 +211,23 @@ def describe_keys() -> list[KeyDescription]:
 
 
 def _is_path(section: str, name: str, value: str) -> bool:
-    """Whether a value names a file or folder of this machine; `owner/name` is one of the Hub."""
+    """Whether a value names a file or folder of this machine."""
+    key = section_keys(section).get(name)
+    if key is None or not (key.is_path or section == "training"):
+        return False
     if os.path.isabs(value) or value.startswith(("~", "./", "../")):
         return True
-    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) and not os.path.exists(value)
-    if f"{section}.{name}" in ("data.dataset_name", "model.from_pretrained") and is_on_hub:
-        return False
-    key = section_keys(section).get(name)
-    return key is not None and key.is_path
+    if f"{section}.{name}" in _KEYS_OF_THE_HUB and _HUB_NAME.fullmatch(value):
+        return False  # a folder would have got its ./ when the recipe was read
+    return key.is_path
+
+
+def _mark_folders(section: str, values: dict[str, Any]) -> None:
+    """Puts ./ before a folder that looks like a name on the Hub: it may be gone when one asks."""
+    for name, value in values.items():
+        looks_alike = f"{section}.{name}" in _KEYS_OF_THE_HUB and _HUB_NAME.fullmatch(value or "")
+        if looks_alike and os.path.exists(value):
+            values[name] = f"./{value}"
 
 
 def _dotted(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,6 +272,7 @@ def _build_recipe(name: str, document: dict[str, Any], texts: Mapping[str, str])
         for key, value in content.items():
             refuse_unusable_key(section, key, value)
         checked[section] = check_values(section, content, section_keys(section), texts)
+        _mark_folders(section, checked[section])
 
     recipe = Recipe(
         name=name,

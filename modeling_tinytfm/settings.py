@@ -207,7 +207,9 @@ class TrainingSettings:
         None, "average the last so many checkpoints, kept if it validates better", minimum=1
     )
     average_best: int | None = setting(
-        None, "average the best so many checkpoints, kept if it validates better", minimum=1
+        None,
+        "average the best so many of the checkpoints that are left, kept if it validates better",
+        minimum=1,
     )
     early_stopping_patience: int | None = setting(
         None, "evaluations without improvement after which training stops", minimum=1

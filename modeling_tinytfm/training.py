@@ -39,6 +39,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, speed_metrics
 
 from .batching import PairBatchSampler
+from .checkpoints import random_state_names
 from .data import token_lengths
 from .decoding import generate_batch
 from .flops import SpeedMeter
@@ -583,6 +584,11 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         if not re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name):
             # A pickle, which only resuming would read.
             (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            return
+        # What another number of processes may have left there, killed as they wrote it.
+        for file in list(folder.glob("rng_state*.pth")):
+            if file.name not in random_state_names(self.args.world_size):
+                file.unlink()
 
     # The Hub
 
@@ -661,5 +667,5 @@ class TinyTFMTrainer(Seq2SeqTrainer):
                 token=self.args.hub_token,
                 message=f"Training in progress, update {self.state.global_step}",
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("not published: %s", error)  # no reason to lose the run

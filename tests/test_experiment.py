@@ -812,7 +812,10 @@ def test_early_stopping_counts_evaluations_since_the_best(values, greater_is_bet
     arguments = types.SimpleNamespace(
         metric_for_best_model="eval_x", greater_is_better=greater_is_better
     )
-    state = TrainerState(log_history=[{"eval_x": value} for value in values] + [{"loss": 1.0}])
+    history = [{"step": step, "eval_x": value} for step, value in enumerate(values)]
+    # What is evaluated once more when a run is resumed counts once.
+    history += [*history[-1:], {"step": len(values), "loss": 1.0}]
+    state = TrainerState(log_history=history)
     for event in ("on_evaluate", "on_train_begin"):
         control = TrainerControl()
         getattr(EarlyStopping(2), event)(arguments, state, control)

@@ -36,6 +36,7 @@ from modeling_tinytfm import (
     TinyTFMForConditionalGeneration,
     TinyTFMForSequenceClassification,
     conversion,
+    publishing,
     translate,
 )
 from modeling_tinytfm.experiment import prepare, run_recipe
@@ -313,6 +314,31 @@ def test_a_hub_data_set_keeps_its_name_and_a_local_one_loses_its_path(tmp_path):
         assert recipe.without_paths().data.dataset_name == shown
 
 
+def test_a_folder_that_looks_like_a_name_on_the_hub_stays_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data/own").mkdir(parents=True)
+    Path("recipe.yaml").write_text("data: {dataset_name: data/own}")
+    recipe = load_recipe("recipe.yaml")
+    Path("kept.yaml").write_text(recipe.to_yaml())
+    Path("data/own").rmdir()
+    kept = load_recipe("kept.yaml")
+    assert kept.without_paths().data.dataset_name == "own"
+    assert kept.same_run(load_recipe("recipe.yaml"))  # which sees no folder any more
+
+
+def test_only_what_names_a_file_loses_its_path(tmp_path):
+    pattern = "/[^/]+/|[^ ]"
+    document = {
+        "tokenizer": {"kind": "regex", "pattern": pattern},
+        "data": {"generator": "reverse"},
+        "training": {"deepspeed": "/home/ada/zero.json"},
+    }
+    Path(tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
+    shown = load_recipe(tmp_path / "recipe.yaml").without_paths()
+    assert shown.tokenizer.pattern == pattern
+    assert shown.training.arguments["deepspeed"] == "zero.json"
+
+
 def test_a_checkpoint_is_published_like_any_model(hub, reverser, digits):  # noqa: F811
     trainer = trainer_of(reverser_copy(reverser), digits, push_to_hub=False)
     trainer.train()
@@ -351,6 +377,21 @@ def test_weights_in_several_files_and_then_in_one(hub, digits, said):  # noqa: F
     assert not held & {*parts, "training_args.bin"}
     assert "notes.txt" in held
     assert any("removed from ada/one" in line and "training_args.bin" in line for line in said)
+
+
+def test_what_belongs_to_other_weights_is_removed(hub, run_folder, said, digits):  # noqa: F811
+    push(run_folder, "ada/reversing", say=said.append)
+    tiny_model().save_pretrained("bare")
+    push("bare", "ada/reversing", say=said.append)
+    held = set(hub.files("ada/reversing"))
+    assert not held & {"recipe.yaml", "all_results.json", "run.json", "curves.png"}
+    assert not held & {"tokenizer.json", "tokenizer_config.json"}
+    assert {"model.safetensors", "config.json", "README.md"} <= held
+
+
+def test_whatever_stops_an_upload_is_an_oserror():
+    with pytest.raises(OSError, match="ada/x: the disk is full"), publishing._hub_errors("ada/x"):
+        raise RuntimeError("the disk is full")
 
 
 def test_an_existing_repository_gets_a_commit_and_says_what_it_replaces(hub, run_folder, said):

@@ -571,6 +571,40 @@ def test_text_metrics_are_those_of_texts(load):
         ),
         (["training.fp16=true", "training.bf16=true"], ["training.fp16", "training.bf16"]),
         (["training.label_smoothing_factor=1"], ["training.label_smoothing_factor=1"]),
+        (["training.max_steps=0"], ["training.max_steps=0", "training.num_train_epochs"]),
+        (
+            ["training.lr_scheduler_type=warmup_stable_decay"],
+            ["training.lr_scheduler_type=warmup_stable_decay", "num_decay_steps"],
+        ),
+        (
+            [
+                "training.lr_scheduler_type=cosine_with_restarts",
+                "training.lr_scheduler_kwargs.num_cycels=2",
+            ],
+            ["training.lr_scheduler_kwargs={'num_cycels': 2}", "unexpected keyword"],
+        ),
+        (
+            ["training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs.min_lr=2"],
+            ["training.lr_scheduler_type=constant", "no such keys"],
+        ),
+        (
+            [
+                "training.average_last=3",
+                "training.save_total_limit=3",
+                "training.load_best_model_at_end=true",
+                "training.eval_strategy=steps",
+            ],
+            ["training.average_last=3", "write training.save_total_limit=4"],
+        ),
+        (
+            [
+                "training.lr_scheduler_type=reduce_lr_on_plateau",
+                "training.lr_scheduler_kwargs.mode=min",
+                "training.metric_for_best_model=bleu",
+                "training.eval_strategy=steps",
+            ],
+            ["training.lr_scheduler_kwargs.mode='min'", "training.metric_for_best_model='bleu'"],
+        ),
         (["training.lr_scheduler_type=noam"], ["training.warmup_steps"]),
         (
             ["training.lr_scheduler_type=noam", "training.warmup_steps=0.1"],
@@ -623,6 +657,22 @@ def test_contradictions_are_refused_by_name(load, overrides, named):
         load(PAIRS, *overrides)
     for words in named:
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("bleu", "max"), ("loss", "min"), ("wer", "min")])
+@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_follows_evaluations_knows_what_is_better(load, name, metric, mode):
+    recipe = load(
+        PAIRS,
+        f"training.lr_scheduler_type={name}",
+        f"training.metric_for_best_model={metric}",
+        "training.lr_scheduler_kwargs.patience=3",
+        "training.eval_strategy=steps",
+        "evaluation.metrics=[bleu, wer]",
+    )
+    kwargs = {"patience": 3, "mode": mode}
+    assert recipe.training.arguments["lr_scheduler_kwargs"] == kwargs
+    assert load(recipe.to_yaml()).same_run(recipe)
 
 
 @pytest.mark.parametrize(

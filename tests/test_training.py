@@ -1241,6 +1241,20 @@ def test_checkpoints_of_another_number_of_ranks_are_not_thrown_away(saved):
     assert last_complete_checkpoint(saved, 2) == saved / "checkpoint-2"
 
 
+def test_fewer_ranks_do_not_resume_what_more_of_them_wrote(saved):
+    for folder in checkpoints(saved):
+        state = (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+        for rank in (1, 2, 3):
+            shutil.copy(state, folder / f"rng_state_{rank}.pth")
+    assert what_is_missing(saved / "checkpoint-3", 4) is None
+    assert what_is_missing(saved / "checkpoint-3") is None  # its weights are whole
+    for world_size in (2, 3):
+        said = what_is_missing(saved / "checkpoint-3", world_size)
+        assert said == "it was written by 4 processes"
+        with pytest.raises(ValueError, match=rf"written by 4 processes.* by {world_size}"):
+            last_complete_checkpoint(saved, world_size)
+
+
 def test_a_damaged_checkpoint_is_written_anew(saved):
     """Whoever goes on from the one before comes past it again."""
     cut_off(saved / "checkpoint-3", "optimizer.pt")
