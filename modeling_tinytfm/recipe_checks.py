@@ -291,16 +291,8 @@ def _check_training(training: TrainingSettings) -> None:
         for key in ("average_last", "average_best")
         if getattr(training, key) is not None
     }
-    chooses = training.early_stopping_patience or effective("metric_for_best_model")
-    chooses = chooses or effective("load_best_model_at_end")
     for key, count in needs_checkpoints.items():
         limit = effective("save_total_limit")
-        if chooses and key == "average_last" and limit == count:
-            raise ValueError(
-                f"training.average_last={count}: with training.save_total_limit={limit} the best "
-                "checkpoint, which is kept, may take the place of one of the last: write "
-                f"training.save_total_limit={count + 1}"
-            )
         if effective("save_strategy") == "no" or (limit is not None and limit < count):
             raise ValueError(
                 f"training.{key}={count} needs so many checkpoints, but training.save_strategy="

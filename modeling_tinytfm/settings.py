@@ -247,6 +247,9 @@ class TrainingSettings:
         The Noam schedule is not among the Trainer's: with it, `lr_scheduler_type` is left out.
         """
         arguments = {"output_dir": self.output_dir, **self.arguments}
+        if self.average_last is not None and arguments.get("save_total_limit") == self.average_last:
+            # The best checkpoint, where one is told, takes a place: none of the last may leave.
+            arguments["save_total_limit"] += 1
         if not self.is_noam:
             arguments["lr_scheduler_type"] = self.lr_scheduler_type
         return arguments

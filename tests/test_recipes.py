@@ -589,15 +589,6 @@ def test_text_metrics_are_those_of_texts(load):
         ),
         (
             [
-                "training.average_last=3",
-                "training.save_total_limit=3",
-                "training.load_best_model_at_end=true",
-                "training.eval_strategy=steps",
-            ],
-            ["training.average_last=3", "write training.save_total_limit=4"],
-        ),
-        (
-            [
                 "training.lr_scheduler_type=reduce_lr_on_plateau",
                 "training.lr_scheduler_kwargs.mode=min",
                 "training.metric_for_best_model=bleu",
@@ -657,6 +648,13 @@ def test_contradictions_are_refused_by_name(load, overrides, named):
         load(PAIRS, *overrides)
     for words in named:
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(3, 4), (4, 4), (9, 9), (None, None)])
+def test_the_best_checkpoint_takes_the_place_of_none_that_is_averaged(load, limit, kept):
+    recipe = load(PAIRS, "training.average_last=3", f"training.save_total_limit={limit or 'null'}")
+    assert recipe.training.trainer_arguments().get("save_total_limit") == kept
+    assert recipe.training.arguments.get("save_total_limit") == limit
 
 
 @pytest.mark.parametrize(("metric", "mode"), [("bleu", "max"), ("loss", "min"), ("wer", "min")])
