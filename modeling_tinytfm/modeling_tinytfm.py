@@ -1168,9 +1168,8 @@ class TinyTFMGenerationMixin(GenerationMixin):
     ) -> dict:
         """The arguments of `forward` for those of all tokens so far that the cache does not hold.
 
-        `kwargs` are generate()'s bookkeeping, and what the encoder has read. transformers 5 tells
-        in it how many of the ids are new (None: all), unless the ids of a decoder with an encoder
-        are to go on from a cache.
+        `kwargs` are what the encoder has read, and generate()'s bookkeeping: on transformers 5, how
+        many of the ids are new.
         """
         cache = given(cache, past_key_values)
         past_length = 0 if cache is None else int(cache.get_seq_length())
@@ -1191,9 +1190,10 @@ class TinyTFMGenerationMixin(GenerationMixin):
             inputs_embeds = None  # those were the encoder's
         else:
             ids_name, mask_name, mask = "input_ids", "attention_mask", attention_mask
+        is_first = kwargs.get("is_first_iteration")  # None before transformers 5
         total_length = input_ids.shape[1]
-        if inputs_embeds is not None:  # a prompt of embeddings, which input_ids do not hold
-            total_length += inputs_embeds.shape[1]
+        if inputs_embeds is not None:  # a prompt of embeddings, which input_ids may hold, too
+            total_length = (0 if is_first else total_length) + inputs_embeds.shape[1]
         if mask is not None:  # input_ids may be the new ones only
             total_length = mask.shape[1]
             if past_length == 0 and (mask.bool().any(dim=1) & ~mask[:, -1].bool()).any():
@@ -1203,15 +1203,15 @@ class TinyTFMGenerationMixin(GenerationMixin):
         inputs[mask_name] = mask
 
         new_length = total_length - past_length
-        told = kwargs.get("next_sequence_length")
-        if told is not None:
-            new_length = told
-        elif "is_first_iteration" in kwargs and not self.config.is_encoder_decoder:
-            new_length = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
+        if kwargs.get("next_sequence_length") is not None:
+            new_length = kwargs["next_sequence_length"]
+        elif inputs_embeds is None and not self.config.is_encoder_decoder:
+            # transformers tells that all ids are new; of chunks of a prompt by saying nothing.
+            if "next_sequence_length" in kwargs or (mask is None and is_first is not None):
+                new_length = input_ids.shape[1]
         if new_length < 1:
             raise ValueError(f"the cache holds all {total_length} tokens: crop it by one at least")
-        if inputs_embeds is not None and kwargs.get("is_first_iteration"):
-            # In place of the ids, should those hold the prompt, too.
+        if inputs_embeds is not None and is_first:
             return {**inputs, "inputs_embeds": inputs_embeds[:, -new_length:]}
         if inputs_embeds is not None and new_length > input_ids.shape[1]:
             embeds = torch.cat((inputs_embeds, self.get_input_embeddings()(input_ids)), dim=1)
