@@ -1203,12 +1203,12 @@ class TinyTFMGenerationMixin(GenerationMixin):
         inputs[mask_name] = mask
 
         new_length = total_length - past_length
+        # transformers tells that all ids are new; of chunks of a prompt by saying nothing.
+        is_told = "next_sequence_length" in kwargs or (mask is None and is_first is not None)
         if kwargs.get("next_sequence_length") is not None:
             new_length = kwargs["next_sequence_length"]
-        elif inputs_embeds is None and not self.config.is_encoder_decoder:
-            # transformers tells that all ids are new; of chunks of a prompt by saying nothing.
-            if "next_sequence_length" in kwargs or (mask is None and is_first is not None):
-                new_length = input_ids.shape[1]
+        elif is_told and inputs_embeds is None and not self.config.is_encoder_decoder:
+            new_length = input_ids.shape[1]
         if new_length < 1:
             raise ValueError(f"the cache holds all {total_length} tokens: crop it by one at least")
         if inputs_embeds is not None and is_first:
