@@ -130,7 +130,8 @@ class Classification(Task):
                 logger.warning(
                     "the %s split of %s has no labels: a part of the training rows is held out in "
                     "its place",
-                    *(split, data.dataset_name),
+                    split,
+                    data.dataset_name,
                 )
                 del named[split]
         return load_pairs(

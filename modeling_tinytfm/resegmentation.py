@@ -116,11 +116,11 @@ class ResegmentingSampler(Sampler[list[int]]):
         plan = self._plan()
         batches = max(gather_object([len(plan)]))
         if batches > len(self.pairs) // self.num_replicas:
-            size, tokens = self.options["batch_size"], self.options["max_tokens"]
-            setting = f"max_tokens={tokens}" if size is None else f"batch_size={size}"
+            name = "max_tokens" if self.options["batch_size"] is None else "batch_size"
             raise ValueError(
-                f"{setting}: every batch holds one row, and {len(self.pairs):,} rows do not divide "
-                f"by {self.num_replicas} processes; raise {setting.partition('=')[0]}"
+                f"{name}={self.options[name]}: every batch holds one row, and "
+                f"{len(self.pairs):,} rows do not divide by {self.num_replicas} processes; "
+                f"raise {name}"
             )
         self.plan = plan if len(plan) == batches else self._plan(batches)
         self.plan.set_epoch(epoch)

@@ -324,7 +324,7 @@ def lines_of(path: str) -> list[str]:
     """The lines of a text file, plain or .gz."""
     import gzip
 
-    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
+    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as stream:
         return list(read_lines(stream, path))
 
 
