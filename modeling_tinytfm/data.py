@@ -155,7 +155,7 @@ def _file_rows(
             "source": source,
             "target": target,
             "source_key": source_key,
-            "group_key": text_key(group[0]) if group else source_key,
+            "group_key": text_key(group[0]) if any(group) else source_key,
             "nul_characters": record[0].count("\0") + record[1].count("\0"),
             "empty_side": not source.strip() or not target.strip(),
         }
@@ -305,7 +305,8 @@ def load_pairs(
             "test".
         source_column: name of the column, or JSON key, with the source.
         target_column: the same for the target.
-        group_column: column of the training file whose equal values stay in one split.
+        group_column: column of the training file whose equal values stay in one split; rows without
+            a value belong to no group.
         max_train_samples: training keeps the first so many pairs, after splitting.
         merge_references: in validation and test, rows of equal source become one row.
 

@@ -6,7 +6,8 @@ Every metric is an `evaluate.Metric` that works on its own, without the Hub and 
     {'per': 0.25, 'signature': 'nrefs:2|edits:tokens'}
 
 `predictions` are texts. `references` have a text, or a list of texts, for each of them; rows may
-have different numbers of references.
+have different numbers of references. All are brought to Unicode's form NFC first, so that an é of
+two characters is the é of one.
 
 Three error rates are easily confused:
 
@@ -22,6 +23,7 @@ turns the one into the other.
 
 import difflib
 import math
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
@@ -360,7 +362,7 @@ def decode_predictions(
 def _checked_rows(
     predictions: Iterable[str], references: Iterable[References]
 ) -> tuple[list[str], list[list[str]]]:
-    """Rows as lists, every row with a list of references."""
+    """Rows as lists, in NFC, every row with a list of references."""
     for name, rows in (("predictions", predictions), ("references", references)):
         if isinstance(rows, str):
             raise ValueError(f"{name}={rows!r} is one text: give a list of texts, one for each row")
@@ -381,7 +383,11 @@ def _checked_rows(
         for reference in row:
             if not isinstance(reference, str):
                 raise ValueError(f"references[{number}] has {reference!r}, which is no text")
-    return texts, references_by_row
+    return list(map(_composed, texts)), [list(map(_composed, row)) for row in references_by_row]
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def _reference_count(references: Iterable[Sequence[str]]) -> str:

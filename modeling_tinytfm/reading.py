@@ -65,7 +65,7 @@ def _record_texts(record: Mapping[str, Any], columns: Sequence[str], where: str)
 
 
 def _texts(values: Sequence[Any], columns: Sequence[str], where: str) -> list[str]:
-    """Source and target, texts or whole numbers, and whatever stands for the group."""
+    """Source and target, texts or whole numbers, and whatever stands for the group, or nothing."""
     source, target, *group = ("" if value is None else value for value in values)
     pair = []
     for column, value in zip(columns, (source, target), strict=False):
@@ -74,7 +74,13 @@ def _texts(values: Sequence[Any], columns: Sequence[str], where: str) -> list[st
         if not isinstance(value, str):
             raise ValueError(f"{where}: {column!r} is not text but {type(value).__name__}")
         pair.append(value)
-    return [*pair, *(json.dumps(value, default=str) for value in group)]
+    return [*pair, *map(_group_text, group)]
+
+
+def _group_text(value: Any) -> str:
+    """One text for each group; an empty one where there is no value (a blank cell, null, NaN)."""
+    is_missing = not value.strip() if isinstance(value, str) else value != value
+    return "" if is_missing else json.dumps(value, default=str)
 
 
 def _numbered_lines(path: str, keep_ends: bool = False) -> Iterator[tuple[int, str]]:

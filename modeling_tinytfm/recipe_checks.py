@@ -286,6 +286,12 @@ def _check_training(training: TrainingSettings) -> None:
             f"training.cooldown_steps={training.cooldown_steps} contradicts "
             f"training.lr_scheduler_type={training.lr_scheduler_type}, which follows evaluations"
         )
+    optimizer = effective("optim")
+    if training.cooldown_steps is not None and str(optimizer).endswith("layerwise"):
+        raise ValueError(
+            f"training.cooldown_steps={training.cooldown_steps} contradicts training.optim="
+            f"{optimizer}, whose schedule is not known to the Trainer"
+        )
     needs_checkpoints = {
         key: getattr(training, key)
         for key in ("average_last", "average_best")

@@ -425,9 +425,11 @@ def _train_unigram(
 
     try:
         tokenizer.train_from_iterator(observed(), trainer=trainer, length=length)
-    except Exception:  # the bindings raise no narrower class
-        # The library knows two refusals, no text and too many characters, and says less of them.
-        if alphabet and len(alphabet) + len(SPECIAL_TOKENS) <= vocab_size:
+    except Exception as error:
+        # The library knows two refusals, no text and too many characters, and says less of them. It
+        # gives them no class of their own.
+        known = not alphabet or len(alphabet) + len(SPECIAL_TOKENS) > vocab_size
+        if type(error) is not Exception or not known:
             raise
     if len(alphabet) + len(SPECIAL_TOKENS) > vocab_size:
         raise _too_small(vocab_size, len(alphabet))

@@ -370,6 +370,29 @@ def test_groups_and_equal_sources_are_never_split(tmp_path):
         assert all(len(found) == 1 for found in splits_of_value.values())
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_rows_without_a_group_belong_to_none(tmp_path, kind):
+    rows = {
+        "source": [f"s{n}" for n in range(1_000)],
+        "target": [f"t{n}" for n in range(1_000)],
+        "group": [float(1 + n // 2) if n < 200 else None for n in range(1_000)],
+    }
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        datasets.Dataset.from_dict(rows).to_parquet(path)
+    elif kind == "jsonl":
+        records = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        columns = [[name, *(str(value or "") for value in rows[name])] for name in rows]
+        path.write_text("".join(",".join(row) + "\n" for row in zip(*columns, strict=True)))
+    splits, _ = load_pairs({"train": path}, group_column="group")
+    assert all(50 <= len(splits[name]) <= 51 for name in ("validation", "test"))
+    held_out = {name: {int(text[1:]) for text in splits[name]["source"]} for name in splits}
+    for numbers in held_out.values():
+        assert all(n ^ 1 in numbers for n in numbers if n < 200)
+
+
 def test_a_large_group_stays_in_training(tmp_path):
     rows = [("same", f"t{n}") for n in range(900)] + [(f"s{n}", "t") for n in range(100)]
     splits, _ = load_pairs({"train": pairs_file(tmp_path / "a.tsv", rows)})

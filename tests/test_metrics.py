@@ -2,6 +2,7 @@ import itertools
 import math
 import random
 import socket
+import unicodedata
 
 import evaluate.config
 import numpy as np
@@ -242,6 +243,19 @@ def test_long_and_odd_lines(name):
     spoilt = score(name, ["", *lines[1:]], [[line] for line in lines])
     assert math.isfinite(perfect)
     assert perfect != spoilt
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("name", METRICS)
+def test_composed_and_decomposed_characters_are_the_same_text(name, form):
+    texts = ["tiếng Việt đẹp lắm .", "한국어 문장 하나 .", "Zażółć gęślą jaźń !"]
+    other = {"NFC": "NFD", "NFD": "NFC"}[form]
+    predictions = [unicodedata.normalize(form, text) for text in texts]
+    references = [[unicodedata.normalize(other, text)] for text in texts]
+    assert predictions != [reference for [reference] in references]
+    scores, _ = compute_metrics([name], predictions, references)
+    same, _ = compute_metrics([name], texts, texts)
+    assert scores == same
 
 
 def test_exact_match_is_equality_with_any_reference():

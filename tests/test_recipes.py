@@ -529,6 +529,10 @@ def test_text_metrics_are_those_of_texts(load):
             ["training.cooldown_steps=7", "training.lr_scheduler_type=reduce_lr_on_plateau"],
         ),
         (
+            ["training.cooldown_steps=7", "training.optim=apollo_adamw_layerwise"],
+            ["training.cooldown_steps=7", "training.optim=apollo_adamw_layerwise"],
+        ),
+        (
             ["training.warmup_steps=7", "training.lr_scheduler_type=constant"],
             ["training.warmup_steps=7", "training.lr_scheduler_type=constant,", "with_warmup"],
         ),

@@ -805,7 +805,8 @@ def test_bad_settings_are_refused_by_name(settings, message):
         train_tokenizer(["a b"], **{"vocab_size": 99, "show_progress": False, **settings})
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
 @pytest.mark.parametrize("lines", ["a b", b"a b", ["a", None], [["a", "b"]], [b"a"], 7, None])
-def test_what_is_no_line_is_refused(lines):
+def test_what_is_no_line_is_refused(lines, kind):
     with pytest.raises(TypeError):
-        train_tokenizer(lines, vocab_size=99, show_progress=False)
+        train_tokenizer(lines, kind=kind, vocab_size=99, show_progress=False)
