@@ -34,6 +34,7 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
     SequenceClassifierOutput,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_tinytfm import TinyTFMConfig
@@ -241,7 +242,12 @@ class TinyTFMAttention(nn.Module):
                 key_BHKE, value_BHKE = update(key_BHKE, value_BHKE, self.layer_idx)
                 cache.is_updated[self.layer_idx] = True
             elif cache is not None:
-                key_BHKE, value_BHKE = cache.update(key_BHKE, value_BHKE, self.layer_idx)
+                place: dict[str, Any] = {}
+                if static_cache_length(cache) is not None:  # older ones cannot count by themselves
+                    past_length = cache.get_seq_length(self.layer_idx)
+                    new = torch.arange(key_BHKE.shape[2], device=key_BHKE.device)
+                    place = {"cache_kwargs": {"cache_position": new + past_length}}
+                key_BHKE, value_BHKE = cache.update(key_BHKE, value_BHKE, self.layer_idx, **place)
 
         # A layer on its own has no model that would have chosen.
         implementation = given(self.config._attn_implementation, "sdpa")
@@ -540,7 +546,7 @@ class TinyTFMStack(nn.Module):
         exactly_one(**{f"{prefix}input_ids": input_ids, f"{prefix}inputs_embeds": inputs_embeds})
         if input_ids is not None:
             if look:
-                check_ids(f"{prefix}input_ids", input_ids, self.embed_tokens.num_embeddings)
+                check_ids(f"{prefix}input_ids", input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         name, width = f"{prefix}inputs_embeds", self.config.d_model
         return of_width(name, inputs_embeds, width, "d_model") * self.embed_scale
@@ -1200,7 +1206,8 @@ class TinyTFMGenerationMixin(GenerationMixin):
                 raise ValueError(f"{mask_name}: pad prompts on the left, not on the right")
         if (room := static_cache_length(cache)) is not None:
             mask = pad_to_room(mask, room)  # of one width, so that forward is compiled once
-        inputs[mask_name] = mask
+        if mask is not None:
+            inputs[mask_name] = mask
 
         new_length = total_length - past_length
         # transformers tells that all ids are new; of chunks of a prompt by saying nothing.
@@ -1383,6 +1390,10 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         criterion = F.mse_loss if regression else F.binary_cross_entropy_with_logits
         total = criterion(logits_BC.float(), labels.view_as(logits_BC).float(), reduction="sum")
         return total / given(num_items_in_batch, labels.numel())
+
+
+# By this table of names the stock Trainer knows whose labels its label smoothing has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TinyTFMConfig.model_type] = "TinyTFMForCausalLM"
 
 
 class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):

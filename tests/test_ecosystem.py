@@ -64,6 +64,22 @@ def test_B48_lora_trains_nothing_else_and_is_saved_loaded_and_merged(task_type, 
         assert torch.equal(merged.generate(**batch, **beams), model.generate(**batch, **beams))
 
 
+@pytest.mark.parametrize(
+    "embeddings",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [7, 8]},
+    ],
+    ids=str,
+)
+def test_B48_embeddings_have_adapters_too(embeddings):
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, **embeddings))
+    model(**inputs(), labels=token_ids(2, 5)).loss.backward()
+    trained = [name for name, x in model.named_parameters() if x.grad is not None]
+    assert any("embed" in name or "token_adapter" in name for name in trained)
+    assert model.eval().generate(**inputs(), max_new_tokens=4).shape[0] == 2
+
+
 def test_B48_the_trainer_keeps_the_columns_that_lora_needs(reverser, tmp_path, caplog):
     model = get_peft_model(copy.deepcopy(reverser), LoraConfig(**LORA))
     before = {name: x.clone() for name, x in model.named_parameters()}

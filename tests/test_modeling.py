@@ -1092,6 +1092,15 @@ def test_the_stock_trainer_accumulates_the_same_gradient(shape, tmp_path):
     assert results[0] == pytest.approx(results[1], abs=1e-4)
 
 
+def test_b16_the_stock_trainer_smooths_the_labels_of_next_tokens(tmp_path):
+    model = model_of("decoder").eval()
+    ids = token_ids(2, 9)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True)
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    close(loss, F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1))
+
+
 LABEL_ERRORS = {
     "too high": (torch.full((2, 5), 50), r"labels .*50"),
     "negative": (torch.full((2, 5), -1), r"labels .*-1"),
