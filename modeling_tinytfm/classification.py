@@ -4,28 +4,41 @@ An image enters as continuous features: its rows are the positions, and a row's 
 255, are the features of a position.
 """
 
+import glob
 import logging
 import os
 import shlex
+import unicodedata
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
-from datasets import Array2D, ClassLabel, Dataset, DatasetDict, Features, List, Value
+from datasets import (
+    Array2D,
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    List,
+    Value,
+    concatenate_datasets,
+)
 from torch import Tensor
 from transformers import BatchEncoding, DataCollatorWithPadding
 
 from .configuration_tinytfm import TinyTFMConfig
-from .data import PairSource, Report, SplitReport, cache_key, load_pairs, what_it_does
+from .data import PairSource, Report, SplitReport, cache_key, load_pairs, text_key, what_it_does
 from .metrics import class_scores
 from .modeling_tinytfm import TinyTFMForSequenceClassification
+from .reading import one_line
 from .reports import shortened
 from .tasks import Column, Task, files_of
 from .tokenization import SPECIAL_TOKENS
@@ -127,6 +140,8 @@ class Classification(Task):
         named = {split: with_class_names(file, data.label_column) for split, file in files.items()}
         for split in [split for split in named if split != "train"]:
             if _has_no_labels(named[split], data.label_column):
+                if data.dataset_name is None:
+                    raise ValueError(f"data.{split}_file={files[split]}: no row of it has a label")
                 logger.warning(
                     "the %s split of %s has no labels: a part of the training rows is held out in "
                     "its place",
@@ -134,13 +149,17 @@ class Classification(Task):
                     data.dataset_name,
                 )
                 del named[split]
-        return load_pairs(
+        splits, reports = load_pairs(
             named,
             source_column=data.text_column,
             target_column=data.label_column,
             group_column=data.group_column,
             max_train_samples=data.max_train_samples,
         )
+        splits = DatasetDict({split: _stripped(rows) for split, rows in splits.items()})
+        if data.group_column is None:
+            _keep_rare_classes(splits, reports, [split for split in splits if split not in named])
+        return splits, reports
 
     def read_file(self, path: str | Path) -> Dataset:
         """The rows of one file, with the recipe's columns."""
@@ -152,7 +171,7 @@ class Classification(Task):
             source_column=data.text_column,
             target_column=data.label_column,
         )
-        return splits["test"]
+        return _stripped(splits["test"])
 
     def lines(self, rows: Dataset) -> Iterable[str] | None:
         """The texts; images need no vocabulary."""
@@ -285,10 +304,9 @@ def with_class_names(rows: PairSource, column: str) -> PairSource:
     A row without a class (null, or -1 as in test sets whose classes are secret) has an empty name.
     """
     if str(rows).lower().endswith(".parquet") and Path(str(rows)).is_file():
-        kinds = Features.from_arrow_schema(pq.read_schema(str(rows)))
-        if not isinstance(kinds.get(column), ClassLabel):
+        if not _names_classes(str(rows), column):
             return rows
-        rows = Dataset.from_parquet(str(rows))
+        rows = Dataset.from_parquet(glob.escape(str(rows)))
     if not isinstance(rows, Dataset) or not isinstance(rows.features.get(column), ClassLabel):
         return rows
     names = rows.features[column].names
@@ -304,14 +322,67 @@ def with_class_names(rows: PairSource, column: str) -> PairSource:
     )
 
 
+def _names_classes(path: str, column: str) -> bool:
+    """Whether a Parquet file of a data set has names for the numbers of a column.
+
+    Raises:
+        ValueError: If it is no Parquet file.
+    """
+    try:
+        schema = pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not valid Parquet: {one_line(error)}") from None
+    if column not in schema.names or b"huggingface" not in (schema.metadata or {}):
+        return False
+    return isinstance(Features.from_arrow_schema(schema).get(column), ClassLabel)
+
+
 def _has_no_labels(rows: PairSource, column: str) -> bool:
     """Whether a data set keeps its classes secret, as test sets of competitions do."""
     return (
         isinstance(rows, Dataset)
         and len(rows) > 0
         and column in rows.column_names
-        and not any(rows[column][:])
+        and all(label in (None, "") for label in rows[column][:])
     )
+
+
+def _stripped(rows: Dataset) -> Dataset:
+    """The same rows, whose names of classes have no white space around them, in NFC."""
+    return rows.map(
+        lambda names: {"target": [unicodedata.normalize("NFC", name.strip()) for name in names]},
+        batched=True,
+        input_columns="target",
+        features=rows.features,
+        new_fingerprint=cache_key("stripped", rows._fingerprint),
+        desc="Reading classes",
+    )
+
+
+def _keep_rare_classes(splits: DatasetDict, reports: Report, held_out: Sequence[str]) -> None:
+    """Gives rows back to training whose class, or text, would stand in a held-out split alone.
+
+    With a row goes every other one of its text, which may be of another class.
+    """
+    known = set(splits["train"]["target"][:])
+    for split in held_out:
+        rows = splits[split]
+        texts = [text_key(text) for text in rows["source"][:]]
+        classes = rows["target"][:]
+        rare = {text for text, name in zip(texts, classes, strict=True) if name not in known}
+        back = [number for number, text in enumerate(texts) if text in rare]
+        if not back:
+            continue
+        stay = [number for number, text in enumerate(texts) if text not in rare]
+        returned = rows.select(back).select_columns(splits["train"].column_names)
+        splits["train"] = concatenate_datasets([splits["train"], returned])
+        splits[split] = rows.select(stay)
+        known.update(returned["target"][:])
+        train, report = reports["train"], reports[split]
+        reports["train"] = replace(
+            train, pairs=train.pairs + len(back), held_out=train.held_out - len(back)
+        )
+        reports[split] = replace(report, pairs=report.pairs - len(back))
 
 
 def natural_order(name: str) -> tuple[int, int, str]:
@@ -392,7 +463,7 @@ def read_images(
         if path.suffix == ".npz":
             columns = read_npz(path)
         elif path.suffix == ".parquet":
-            columns = Dataset.from_parquet(where)
+            columns = Dataset.from_parquet(glob.escape(where))
         else:
             raise ValueError(f"{where}: images come from an .npz or a .parquet file")
     from_table = isinstance(columns, Dataset)

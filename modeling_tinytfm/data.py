@@ -155,7 +155,7 @@ def _file_rows(
             "source": source,
             "target": target,
             "source_key": source_key,
-            "group_key": text_key(group[0]) if any(group) else source_key,
+            "group_key": text_key(group[0]) if any(map(str.strip, group)) else source_key,
             "nul_characters": record[0].count("\0") + record[1].count("\0"),
             "empty_side": not source.strip() or not target.strip(),
         }
@@ -248,7 +248,7 @@ def _hold_out(
                 f"cannot hold out a {split} split: {pairs:,} pairs in {len(components):,} groups "
                 f"of equal source or group; at least {round(1 / HELD_OUT_LIMIT)} pairs with "
                 f"different sources are needed, in groups of at most {HELD_OUT_LIMIT:.0%}; "
-                f"add pairs or give data.{split}_file"
+                f"add pairs or give a {split} split (data.{split}_file)"
             )
         held_out[split] = np.flatnonzero(np.isin(keys, chosen))
     return held_out
@@ -258,8 +258,10 @@ def _with_references(pairs: dict[str, list[str]], merge: bool) -> dict[str, list
     if not merge:
         return {**pairs, "references": [[target] for target in pairs["target"]]}
     references: dict[str, dict[str, None]] = {}
+    spellings: dict[str, str] = {}  # of each source, whose characters may be composed or not
     for source, target in zip(pairs["source"], pairs["target"], strict=True):
-        references.setdefault(source, {})[target] = None
+        first = spellings.setdefault(unicodedata.normalize("NFC", source), source)
+        references.setdefault(first, {})[target] = None
     merged = [list(targets) for targets in references.values()]
     return {
         "source": list(references),

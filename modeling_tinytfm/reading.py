@@ -17,11 +17,20 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    load_dataset,
+    load_dataset_builder,
+)
 from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules.csv.csv import CsvConfig
 
 SOURCE_COLUMN, TARGET_COLUMN = "source", "target"
 NESTED_COLUMN = "translation"
+_MOST_COLUMNS = 1_000
 SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "val", "dev"),
@@ -42,6 +51,8 @@ def find_column(column: str, names: Iterable[str], where: str) -> str:
     """
     names = list(names)
     for name in (column, f"{NESTED_COLUMN}.{column}"):
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: {names.count(name)} columns named {name!r}")
         if name in names:
             return name
     raise ValueError(f"{where}: no column {column!r}; it has {', '.join(names)[:200]}")
@@ -78,9 +89,10 @@ def _texts(values: Sequence[Any], columns: Sequence[str], where: str) -> list[st
 
 
 def _group_text(value: Any) -> str:
-    """One text for each group; an empty one where there is no value (a blank cell, null, NaN)."""
-    is_missing = not value.strip() if isinstance(value, str) else value != value
-    return "" if is_missing else json.dumps(value, default=str)
+    """One text for each group; a blank one where there is no value (a blank cell, null, NaN)."""
+    if isinstance(value, str):
+        return value
+    return "" if value != value else json.dumps(value, default=str)
 
 
 def _numbered_lines(path: str, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
@@ -128,6 +140,12 @@ def _csv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
         raise ValueError(f"{path}, line {number}: not valid CSV: {error}") from None
 
 
+_WITHOUT_HEADER = (
+    f"A .tsv file without a header is read with data.source_column={SOURCE_COLUMN} "
+    f"data.target_column={TARGET_COLUMN} and no data.group_column"
+)
+
+
 def _table_records(
     path: str, rows: Iterator[tuple[int, list[str]]], columns: Sequence[str], has_header: bool
 ) -> Iterator[list[str]]:
@@ -147,6 +165,7 @@ def _table_records(
     elif has_header or tuple(columns) != (SOURCE_COLUMN, TARGET_COLUMN):
         raise ValueError(
             f"{path}, line 1: no column {missing[0]!r}; the line has {excerpt(', '.join(names))}"
+            + ("" if has_header else f". {_WITHOUT_HEADER}")
         )
     else:
         rows = chain([first], rows)
@@ -284,8 +303,9 @@ def file_records(paths: tuple[str, ...], columns: Sequence[str]) -> Iterator[lis
     if kind == "parquet":
         return _parquet_records(path, columns)
     raise ValueError(
-        f"{path}: the name of a file of pairs must end in .tsv, .csv or .jsonl (or with .gz after "
-        "it) or in .parquet; give two plain text files as *_source_file and *_target_file"
+        f"{path}: the name of a file of rows must end in .tsv, .csv or .jsonl (or with .gz after "
+        "it) or in .parquet; plain text is read by task=language_model, from .txt, and by "
+        "task=seq2seq, from two parallel files, *_source_file and *_target_file"
     )
 
 
@@ -310,7 +330,8 @@ def load_splits(
     label = f"data.dataset_name={name}"
     splits: DatasetDict | IterableDatasetDict
     try:
-        splits = load_dataset(name, config_name, streaming=streaming)
+        config = load_dataset_builder(name, config_name).config
+        splits = load_dataset(name, config_name, streaming=streaming, **_as_written(config))
     except DatasetGenerationError as error:
         raise ValueError(f"{label}: {one_line(error.__cause__ or error)}") from error
     except OSError as error:
@@ -337,6 +358,14 @@ def load_splits(
     if streaming:
         return found
     return {split: dataset.flatten() for split, dataset in found.items()}
+
+
+def _as_written(config: Any) -> dict[str, Any]:
+    """What keeps cells of CSV files texts: pandas makes 7 of 007, and nothing of NA."""
+    if not isinstance(config, CsvConfig) or config.features is not None:
+        return {}
+    as_text = {"converters": dict.fromkeys(range(_MOST_COLUMNS), str), "keep_default_na": False}
+    return as_text | ({"quoting": csv.QUOTE_NONE} if config.sep == "\t" else {})
 
 
 def one_line(error: BaseException) -> str:

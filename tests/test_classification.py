@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,8 @@ TRAINING = {
     "report_to": "none",
 }
 
+
+OTHER_FOLDER = "training.output_dir=outputs/other"
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -244,6 +248,71 @@ def test_a_split_whose_classes_are_secret_is_held_out_of_training(tmp_path, capl
     assert prepared.reports["train"].held_out == len(prepared.sets["validation"]) + len(
         prepared.sets["test"]
     )
+    named = {split: str(folder / f"{split}.parquet") for split in ("train", "test")}
+    with pytest.raises(ValueError, match=r"data\.test_file=.*test\.parquet: no row of it has a"):
+        prepare(recipe({f"{key}_file": file for key, file in named.items()}, OTHER_FOLDER))
+
+
+def test_a_split_of_one_class_has_its_labels(tmp_path):
+    rows = [{"text": row["text"], "label": int(row["label"] == "odd")} for row in texts(60)]
+    folder = tmp_path / "zeros"
+    folder.mkdir()
+    Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    zeros = [{"text": f"0 {n}", "label": 0} for n in range(9)]
+    Dataset.from_list(zeros).to_parquet(folder / "test.parquet")
+    prepared = prepare(recipe({"dataset_name": str(folder)}))
+    assert prepared.sets["test"]["labels"][:] == [0] * 9
+
+
+def test_rows_of_rare_classes_are_all_trained_on():
+    rows = texts() + [{"text": f"x x {n}", "label": f"rare {n}"} for n in range(30)]
+    rows += [{"text": f"x x {n}", "label": "odd"} for n in range(30)]  # of the same texts
+    Path("rare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(recipe({"train_file": "rare.jsonl"}))
+    assert len(prepared.trainer.model.config.id2label) == 32
+    sizes = {split: len(rows) for split, rows in prepared.sets.items()}
+    assert {split: report.pairs for split, report in prepared.reports.items()} == sizes
+    assert sum(sizes.values()) == len(rows)
+    assert prepared.reports["train"].held_out == sizes["validation"] + sizes["test"] > 0
+    for split in ("validation", "test"):
+        assert not any(text.startswith("x x") for text in prepared.sets[split]["source"])
+
+
+def test_white_space_and_unicode_forms_make_no_classes():
+    names = {"even": ["caf\u00e9", " cafe\u0301", "caf\u00e9\t"], "odd": ["thé", "thé "]}
+    rows = [
+        {"text": row["text"], "label": names[row["label"]][n % len(names[row["label"]])]}
+        for n, row in enumerate(texts())
+    ]
+    Path("spaces.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(recipe({"train_file": "spaces.jsonl"}))
+    assert prepared.trainer.model.config.id2label == {0: "caf\u00e9", 1: "thé"}
+    assert set(prepared.task.read_file("spaces.jsonl")["target"]) == {"caf\u00e9", "thé"}
+
+
+def test_other_columns_of_a_parquet_file_do_not_matter(tmp_path):
+    rows = texts()
+    table = pa.table(
+        {
+            "text": [row["text"] for row in rows],
+            "label": [row["label"] for row in rows],
+            "meta": pa.array([[("a", "b")]] * len(rows), pa.map_(pa.string(), pa.string())),
+        }
+    )
+    pq.write_table(table, "map.parquet")
+    assert len(prepare(recipe({"train_file": "map.parquet"})).sets["train"]) > 150
+    Path("bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"bad\.parquet: not valid Parquet"):
+        prepare(recipe({"train_file": "bad.parquet"}, OTHER_FOLDER))
+
+
+def test_a_folder_may_have_brackets_in_its_name(tmp_path):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["even", "odd"])})
+    folder = tmp_path / "b [1]"
+    folder.mkdir()
+    Dataset.from_list(texts(), features=features).to_parquet(folder / "x.parquet")
+    prepared = prepare(recipe({"train_file": str(folder / "x.parquet")}))
+    assert prepared.trainer.model.config.id2label == {0: "even", 1: "odd"}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])

@@ -10,6 +10,8 @@ import random
 import subprocess
 import sys
 import textwrap
+import types
+import unicodedata
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -144,6 +146,14 @@ def test_tsv_header_only_where_both_names_stand(tmp_path, first, options, expect
     more = "\tz" if expected else ""  # only without a header is there no telling
     path = write(tmp_path / "pairs.tsv", f"{first}\nx\ty{more}\n")
     assert read(path, **options) == [*expected, ("y", "x") if swapped else ("x", "y")]
+
+
+def test_a_tsv_without_the_names_asked_for_is_told_how_it_is_read(tmp_path):
+    path = write(tmp_path / "pairs.tsv", "hello\thallo\n")
+    with pytest.raises(
+        ValueError, match=r"no column 'en'.*data\.source_column=source data\.target"
+    ):
+        read(path, source_column="en", target_column="de")
 
 
 @pytest.mark.parametrize(("ending", "mark"), [("csv", ","), ("tsv", "\t"), ("csv.GZ", ",")])
@@ -384,13 +394,34 @@ def test_rows_without_a_group_belong_to_none(tmp_path, kind):
         records = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     else:
-        columns = [[name, *(str(value or "") for value in rows[name])] for name in rows]
+        columns = [[name, *(str(value or " ") for value in rows[name])] for name in rows]
         path.write_text("".join(",".join(row) + "\n" for row in zip(*columns, strict=True)))
     splits, _ = load_pairs({"train": path}, group_column="group")
     assert all(50 <= len(splits[name]) <= 51 for name in ("validation", "test"))
     held_out = {name: {int(text[1:]) for text in splits[name]["source"]} for name in splits}
     for numbers in held_out.values():
         assert all(n ^ 1 in numbers for n in numbers if n < 200)
+
+
+def test_groups_in_two_unicode_forms_are_one(tmp_path):
+    names = [f"caf\u00e9 {n // 2}" for n in range(400)]
+    records = [
+        {"source": f"s{n}", "target": f"t{n}", "group": unicodedata.normalize(form, name)}
+        for n, (name, form) in enumerate(zip(names, ("NFC", "NFD") * 200, strict=True))
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    splits, _ = load_pairs({"train": path}, group_column="group")
+    for rows in splits.values():
+        numbers = {int(text[1:]) for text in rows["source"]}
+        assert all(n ^ 1 in numbers for n in numbers)
+
+
+def test_references_of_two_unicode_forms_of_a_source_are_merged(tmp_path):
+    rows = [("caf\u00e9", "x"), ("cafe\u0301", "y"), ("the", "z")]
+    splits, _ = load_pairs({"test": pairs_file(tmp_path / "a.tsv", rows)}, merge_references=True)
+    assert splits["test"]["references"][:] == [["x", "y"], ["z"]]
+    assert splits["test"]["source"][:] == ["caf\u00e9", "the"]
 
 
 def test_a_large_group_stays_in_training(tmp_path):
@@ -594,6 +625,8 @@ def test_the_first_name_of_a_split_counts(monkeypatch):
     names = ("dev", "train", "validation", "val")
     splits = {name: datasets.Dataset.from_dict({"source": [name]}) for name in names}
     monkeypatch.setattr(reading, "load_dataset", lambda *_, **__: datasets.DatasetDict(splits))
+    parquet = types.SimpleNamespace(config=None)
+    monkeypatch.setattr(reading, "load_dataset_builder", lambda *_: parquet)
     assert reading.load_splits("some/data")["validation"]["source"][:] == ["validation"]
 
 

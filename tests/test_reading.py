@@ -167,6 +167,30 @@ def test_a_validation_split_may_have_its_usual_names(tmp_path, name):
     assert splits["train"].column_names == ["en", "de"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("ending", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_cells_of_a_folder_are_read_as_they_are_written(tmp_path, ending, mark, streaming):
+    odd = ["0001", "NA", "null", "None", "nan", "1.50", "True", "1e3", "2020-03-01", "ÄÖ", "-0"]
+    if ending == "tsv":
+        odd += ['"a', 'b" c']
+    rows = [(text, text[::-1]) for text in odd]
+    folder = tmp_path / "words"
+    folder.mkdir()
+    text = "".join(f"{mark.join(row)}\n" for row in [("source", "target"), *rows])
+    for split in ("train", "test"):
+        (folder / f"{split}.{ending}").write_text(text)
+    splits = load_splits(str(folder), streaming=streaming)
+    for records in splits.values():
+        assert list(dataset_records(records, ("source", "target"), "words")) == [*map(list, rows)]
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path):
+    table = pa.Table.from_arrays([["a"], ["b"], ["c"]], names=["source", "source", "target"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: 2 columns named 'source'"):
+        load_pairs({"test": tmp_path / "a.parquet"})
+
+
 @pytest.fixture
 def configured(tmp_path) -> Path:
     """Two configurations, as WMT has them, named by the YAML in front of the card."""
