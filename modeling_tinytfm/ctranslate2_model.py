@@ -382,14 +382,14 @@ def search_options(
     shortest = max(settings.get("min_new_tokens", 0), settings.get("min_length", 0) - 1, 0)
     forbidden = [[token_id] for token_id in settings.get("suppress_tokens", [])]
     forbidden += settings.get("bad_words_ids", [])
-    for refused, what in (
-        (has_prefixes, "a prefix"),
-        (form != "length", f"length_penalty_form={form!r}"),
+    for refused, what, instead in (
+        (has_prefixes, "a prefix", ""),
+        (form != "length", f"length_penalty_form={form!r}", ", or length_penalty_form='length'"),
     ):
         if num_beams > 1 and refused:
             raise ValueError(
                 f"{what} with num_beams={num_beams} cannot be carried over to CTranslate2: take "
-                "num_beams=1"
+                f"num_beams=1{instead}"
             )
     for name, value in (
         ("min_new_tokens", shortest),

@@ -146,6 +146,16 @@ def with_output_limit(
     return {**generation, "max_new_tokens": min(limit, most or limit)}
 
 
+def output_limit(model: Any, generation: dict[str, Any]) -> int:
+    """Tokens of an output at most, by these arguments of generate() or the model's settings."""
+    for settings in (generation, model.generation_config.to_dict()):
+        if settings.get("max_new_tokens"):
+            return int(settings["max_new_tokens"])
+        if settings.get("max_length"):
+            return int(settings["max_length"]) - 1  # the start token counts there
+    raise ValueError("nothing limits the output: set max_new_tokens")
+
+
 def source_tensors(
     sources: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
 ) -> dict[str, Tensor]:

@@ -79,10 +79,13 @@ def export_model(
             (folder / "README.md").write_text(ONNX_README, encoding="utf-8")
         save_tokenizer(tokenizer, folder)
         loaded.generation_config.save_pretrained(folder)
-        if to != "ctranslate2" and penalty_form(loaded.generation_config, None) == "gnmt":
+        if penalty_form(loaded.generation_config, None) == "gnmt":
             logger.warning(
-                "length_penalty_form='gnmt' is known to modeling_tinytfm alone: others will rank "
-                "beams by length^length_penalty"
+                "length_penalty_form='gnmt' is known to modeling_tinytfm alone: %s",
+                "translate with num_beams=1 or length_penalty_form='length' (translate.py: "
+                "--num-beams 1, --length-penalty-form length)"
+                if to == "ctranslate2"
+                else "others will rank beams by length^length_penalty",
             )
         config = loaded.config.to_diff_dict()
         config.pop("auto_map")  # there is no code beside it

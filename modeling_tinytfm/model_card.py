@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 from transformers import GenerationConfig
@@ -311,10 +312,9 @@ class Facts:
                 f"It has seen nothing but its training data ({self.data_name()}): on other kinds "
                 "of input it will do worse, and it repeats what is wrong in them."
             )
-            yield (
-                "The scores are those of one run (seed "
-                f"{self.recipe.training.arguments.get('seed', 42)}) on one test set."
-            )
+            if any(name.startswith("test_") for name in self.results):
+                seed = self.recipe.training.arguments.get("seed", 42)
+                yield f"The scores are those of one run (seed {seed}) on one test set."
             data = self.recipe.data
             if self.config.is_encoder_decoder and data.max_source_length:
                 yield (
@@ -353,9 +353,16 @@ def read_facts(folder: str | Path) -> Facts:
         recipe = load_recipe(folder / RECIPE_FILE).without_paths()
     earlier: dict[str, Any] = {}
     if (folder / CARD_FILE).is_file():
-        earlier = ModelCard.load(folder / CARD_FILE, ignore_metadata_errors=True).data.to_dict()
-    if isinstance(earlier.get("language"), str):
-        earlier["language"] = [earlier["language"]]
+        try:
+            card = ModelCard.load(folder / CARD_FILE, ignore_metadata_errors=True)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ValueError(f"{folder / CARD_FILE}: no YAML above its text: {problem}") from None
+        earlier = card.data.to_dict()
+    codes = earlier.pop("language", None)
+    if codes is not None:  # YAML takes an unquoted no, Norwegian, for false
+        codes = codes if isinstance(codes, list) else [codes]
+        earlier["language"] = ["no" if code is False else str(code) for code in codes]
     return Facts(
         config=config,
         generation=generation,

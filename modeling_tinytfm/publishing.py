@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -253,6 +254,8 @@ def push(
         if own is not None and not is_generated(own) and not new_card:
             card = own
             say(f"{CARD_FILE} of {folder} is published as it was edited")
+            if kept is not None and not is_generated(kept) and kept.strip() != own.strip():
+                say(f"it replaces the edited one of {repo_id}, which stays in the history there")
         elif kept is not None and not (new_card or is_generated(kept) or _EMPTY_CARD in kept):
             card = ""
             say(f"{CARD_FILE} of {repo_id} was edited there and stays")
@@ -316,9 +319,8 @@ def push_space(
     check_repo_id(repo_id)
     _check_login(repo_id, token)
     api = HfApi(token=token)
-    # JSON's strings are YAML's, too, whatever the title holds.
-    card = f"---\ntitle: {json.dumps(title)}\nsdk: static\napp_file: index.html\n"
-    card += "tags:\n- tinytfm\n---\n"
+    head = {"title": title, "sdk": "static", "app_file": "index.html", "tags": ["tinytfm"]}
+    card = f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n"
     with _hub_errors(repo_id):
         if "/" not in repo_id:
             repo_id = f"{api.whoami()['name']}/{repo_id}"

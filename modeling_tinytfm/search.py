@@ -23,6 +23,7 @@ from .modeling_tinytfm import CACHE
 
 LengthPenaltyForm = Literal["length", "gnmt"]
 ONLY_SEARCHED = "with several models, a prefix or length_penalty_form='gnmt'"
+OF_BEAMS = ("length_penalty", "early_stopping")
 CROWDED = 0.75  # sources leave when at most so many of the batch go on
 
 
@@ -72,6 +73,19 @@ def keep_penalty_form(model: Any, form: str) -> None:
     # Without its mark of one that was made from the model's config: such a one loses unknown keys.
     settings = {name: value for name, value in settings.items() if not name.startswith("_")}
     model.generation_config = GenerationConfig(**settings)
+
+
+def without_beams(config: GenerationConfig) -> GenerationConfig:
+    """The same settings for greedy search: transformers saves none that only beams read."""
+    of_beams = (*OF_BEAMS, "num_beams", "length_penalty_form")
+    settings = config.to_dict().items()
+    return GenerationConfig(
+        **{
+            name: value
+            for name, value in settings
+            if not name.startswith("_") and name not in of_beams
+        }
+    )
 
 
 class _NextToken:

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .decoding import with_output_limit
 from .explorer import FORMAT, VERSION, Trace, tokens
+from .search import beam_search, penalty_form
 from .sight import Sight, Stack
-from .translation import encode
+from .translation import check_text, encode
 
 DETAILS = ("attention", "full")
 MOST_TOKENS = 128  # on either side, with all layers kept
@@ -178,6 +179,7 @@ def target_ids(tokenizer: Any, target: str) -> list[int]:
     Raises:
         ValueError: If there are none.
     """
+    check_text("target", target)
     ids = tokenizer(text_target=target.replace("\0", ""), verbose=False)["input_ids"]
     if not ids:
         raise ValueError(f"target={target!r} has no token")
@@ -197,9 +199,24 @@ def generate(model: Any, source_ids: Tensor, limits: dict[str, Any]) -> list[int
     """What the model writes, from the start token to the end token."""
     arguments = with_output_limit(model, limits, source_ids.shape[1])
     mask = torch.ones_like(source_ids)
-    (output,) = model.generate(
-        input_ids=source_ids, attention_mask=mask, do_sample=False, **arguments
-    ).tolist()
+    form = penalty_form(model.generation_config)
+    if form != "length":
+        arguments["custom_generate"] = functools.partial(
+            beam_search,
+            models=[model],
+            source={"input_ids": source_ids, "attention_mask": mask},
+            prefixes=[],
+            form=form,
+            filler=model.config.pad_token_id,
+        )
+    found = model.generate(
+        input_ids=source_ids,
+        attention_mask=mask,
+        do_sample=False,
+        num_return_sequences=1,
+        **arguments,
+    )
+    (output,) = getattr(found, "sequences", found).tolist()
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     for place, token in enumerate(output[1:], start=1):

@@ -27,6 +27,7 @@ from .decoding import (
     ModelTranslator,
     Translator,
     evaluating,
+    output_limit,
     source_tensors,
     with_output_limit,
 )
@@ -178,6 +179,8 @@ def translate_n_best(
     ]
     longest = max(map(len, [*sources, *(begun or [])]), default=0)
     generation = with_output_limit(model, generation, longest)
+    if begun is not None:
+        _check_room(begun, output_limit(model, generation), first_line)
     with progress_bar("Translating", len(rows), show_progress) as progress:
         for batch in budget_batches([len(sources[row]) for row in rows], batch_tokens):
             chosen = [rows[number] for number in batch]
@@ -195,6 +198,16 @@ def translate_n_best(
                     _align(model, sources, outputs, chosen, rank, alignments)
             progress.update(len(chosen))
     return outputs
+
+
+def _check_room(prefixes: Sequence[Sequence[int]], limit: int, first_line: int) -> None:
+    """Raises ValueError, before anything is translated, where a prefix leaves no token to add."""
+    for number, prefix in enumerate(prefixes):
+        if len(prefix) >= limit:
+            raise ValueError(
+                f"line {first_line + number}: a prefix of {len(prefix)} tokens leaves no room in "
+                f"outputs of {limit} tokens: raise max_new_tokens"
+            )
 
 
 def _align(
@@ -284,6 +297,14 @@ def _encode_prefixes(
     return encoded
 
 
+def check_text(name: str, text: Any) -> None:
+    """Raises ValueError for what no tokenizer reads."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name}={text!r} is no text")
+    if _SURROGATE.search(text):
+        raise ValueError(f"{name}={text!r} holds half a surrogate pair")
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase, lines: Iterable[str], max_source_length: int | None
 ) -> list[list[int]]:
@@ -303,10 +324,7 @@ def encode(
         )
     texts = []
     for row, line in enumerate(lines):
-        if not isinstance(line, str):
-            raise ValueError(f"lines[{row}]={line!r} is no text")
-        if _SURROGATE.search(line):
-            raise ValueError(f"lines[{row}]={line!r} holds half a surrogate pair")
+        check_text(f"lines[{row}]", line)
         text = line.replace("\0", "")
         texts.append("" if text.isspace() else text)
     if not texts:

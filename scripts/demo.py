@@ -16,6 +16,8 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 from transformers.utils import logging
 
+from modeling_tinytfm.decoding import Hypothesis
+from modeling_tinytfm.explorer import Trace
 from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.seeing import look
 from modeling_tinytfm.translation import translate_n_best
@@ -38,6 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def translate_and_look(
+    model: Any, tokenizer: Any, text: str, n_best: int
+) -> tuple[list[Hypothesis], Trace]:
+    """The best outputs, and the trace of the first of them: one search, so wide, finds both."""
+    num_beams = max(n_best, model.generation_config.num_beams or 1)
+    settings: dict[str, Any] = {"num_beams": num_beams, "do_sample": False}
+    (best,) = translate_n_best(model, tokenizer, [text], n_best, **settings)
+    return best, look(model, tokenizer, text, num_beams=num_beams)
+
+
 def make_app(model: Any, tokenizer: Any, text: str) -> tuple[Any, Any]:
     """The app and its theme, whose fonts are the machine's own."""
     try:
@@ -47,11 +59,11 @@ def make_app(model: Any, tokenizer: Any, text: str) -> tuple[Any, Any]:
 
     def answer(text: str, n_best: int) -> tuple[list[list[Any]], str]:
         try:
-            (best,) = translate_n_best(model, tokenizer, [text], n_best)
-            page = look(model, tokenizer, text, num_beams=n_best)._repr_html_()
+            best, trace = translate_and_look(model, tokenizer, text, n_best)
         except ValueError as error:
             raise gradio.Error(str(error), print_exception=False) from error
-        return [[hypothesis.text, round(hypothesis.score, 4)] for hypothesis in best], page
+        rows = [[hypothesis.text, round(hypothesis.score, 4)] for hypothesis in best]
+        return rows, trace._repr_html_()
 
     with gradio.Blocks(title="TinyTFM", analytics_enabled=False) as app:
         with gradio.Row():

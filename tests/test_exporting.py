@@ -173,6 +173,13 @@ def test_a_penalty_that_others_do_not_know_is_told(reverser, tmp_path, caplog, f
     assert caplog.text.count("'gnmt' is known to modeling_tinytfm alone") == told
 
 
+def test_a_penalty_that_ctranslate2_does_not_know_is_told(reverser, tmp_path, caplog):
+    model = copy.deepcopy(reverser)
+    keep_penalty_form(model, "gnmt")
+    export_model(save(model, tmp_path / "ours"), "ctranslate2", tmp_path / "ct2")
+    assert "translate with num_beams=1 or length_penalty_form='length'" in caplog.text
+
+
 def test_the_command_line(saved, tmp_path, capsys):
     def command_line(*arguments):
         return exporting.main(list(map(str, arguments)))

@@ -681,6 +681,19 @@ def test_a_hub_that_fails_at_the_end_loses_nothing(hub, said, monkeypatch, tmp_p
 # The card
 
 
+def test_a_card_with_a_slip_in_its_head_is_told(run_folder):
+    (run_folder / "README.md").write_text("---\ntitle: a: b\n---\nmine\n")
+    with pytest.raises(ValueError, match=r"README\.md: no YAML above its text: mapping values"):
+        make_card(run_folder)
+    (run_folder / "README.md").write_text("---\nlanguage:\n- en\n- no\n---\nmine\n")
+    assert ModelCard(make_card(run_folder)).data.language == ["en", "no"]
+
+
+def test_a_model_without_scores_speaks_of_none(run_folder):
+    (run_folder / "all_results.json").unlink()
+    assert "The scores are those" not in make_card(run_folder)
+
+
 def test_the_card_tells_what_the_folder_tells(run_folder):
     text = make_card(run_folder, "ada/reversing", license="cc-by-4.0", languages=["de", "en"])
     card = ModelCard(text)

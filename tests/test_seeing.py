@@ -21,8 +21,10 @@ from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditional
 
 from modeling_tinytfm import TinyTFMForCausalLM, conversion, explorer, modeling_tinytfm
 from modeling_tinytfm.explorer import Trace, pack, unpack, visible
+from modeling_tinytfm.search import keep_penalty_form
 from modeling_tinytfm.seeing import look
 from modeling_tinytfm.sight import head_parts, position_layout
+from modeling_tinytfm.translation import translate_n_best
 
 TEMPERATURES = (0.25, 0.5, 1, 2, 4)
 KINDS = ("cross", "encoder", "decoder")
@@ -405,6 +407,39 @@ def test_generation_comes_first_and_is_read_once(reverser, digits):  # noqa: F81
         assert [token["id"] for token in trace.header["read"]] == wanted[:-1]
         assert trace.header["target_text"] == digits.decode(wanted, skip_special_tokens=True)
         assert not trace.header["target_given"]
+
+
+@pytest.mark.parametrize("form", ["length", "gnmt"])
+def test_the_page_is_about_the_best_output(reverser, digits, form):  # noqa: F811
+    model = copy.deepcopy(reverser)
+    model.generation_config.length_penalty = 3.0
+    model.generation_config.num_beams = 4
+    keep_penalty_form(model, form)
+    for text in ("1 2 3", "9 8 7 6 5 4", TEXT):
+        ((best,),) = translate_n_best(model, digits, [text], 1, max_new_tokens=9)
+        trace = look(model, digits, text, max_new_tokens=9)
+        assert trace.header["target_text"] == best.text
+
+
+def test_settings_for_several_outputs_do_not_matter(reverser, digits):  # noqa: F811
+    model = copy.deepcopy(reverser)
+    model.generation_config.update(num_beams=4, num_return_sequences=3)
+    assert look(model, digits, TEXT).header["target_text"]
+
+
+def test_half_a_character_is_no_target(reverser, digits):  # noqa: F811
+    with pytest.raises(ValueError, match=r"target='\\udcff' holds half a surrogate pair"):
+        look(reverser, digits, TEXT, "\udcff")
+
+
+def test_the_demo_looks_at_its_first_output(reverser, digits):  # noqa: F811
+    model = copy.deepcopy(reverser)
+    model.generation_config.num_beams = 4
+    demo = runpy_script("demo")
+    for number in (1, 2, 6):
+        best, trace = demo.translate_and_look(model, digits, TEXT, number)
+        assert len(best) == number
+        assert trace.header["target_text"] == best[0].text
 
 
 def test_a_target_is_read_as_given(reverser, digits):  # noqa: F811

@@ -210,6 +210,19 @@ def test_b17_prefixes_in_every_vocabulary(kind):
         assert len(text) > len(prefix)
 
 
+def test_a_prefix_that_leaves_no_room_is_told_by_its_line(reverser, digits, monkeypatch):
+    monkeypatch.setattr(reverser, "generate", None)  # nothing is translated before
+    prefixes = ["1", "2", "3 4 5 6 7"]
+    with pytest.raises(ValueError, match=r"line 13: a prefix of 5 tokens leaves no room .* of 4"):
+        translate_n_best(
+            *(reverser, digits, ["1"] * 3, 1),
+            prefixes=prefixes,
+            batch_tokens=2,
+            first_line=11,
+            max_new_tokens=4,
+        )
+
+
 def test_a_line_without_text_has_its_prefix(reverser, digits):
     lines, prefixes = ["", "1 2", " "], ["3 4", "2", ""]
     assert translate(reverser, digits, lines, prefixes=prefixes) == ["3 4", "2 1", ""]
