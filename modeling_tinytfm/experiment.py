@@ -13,11 +13,18 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import speed_metrics
 
 from .checkpoints import average_checkpoints, best_checkpoints, last_checkpoints
@@ -37,16 +44,20 @@ from .machine import (
     use_threads,
 )
 from .model_card import write_card
+from .reading import one_line
 from .recipes import Recipe
 from .reports import describe_scores, draw_curves, mean_training_loss, write_json, write_predictions
 from .run_folder import (
     CURVES_FILE,
+    DATA_FILE,
     PREDICTIONS_FILE,
     RESULTS_FILE,
     RUN_FILE,
     Say,
+    check_data,
     check_folder,
     claim_folder,
+    digest,
     find_checkpoint,
 )
 from .seq2seq import Seq2Seq
@@ -158,15 +169,33 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
         metrics=recipe.evaluation.metrics or (),
         eval_batch_tokens=recipe.data.max_tokens or BATCH_TOKENS,
     )
+    _check_optimizer(trainer)
     example = task.example(texts["train"][0])
     experiment = Experiment(task, folder, trainer, sets, reports, example, threads, say)
     with main_process_first(state):
         if state.is_main_process:
             sharded = trainer.is_fsdp_enabled
             found = find_checkpoint(recipe, folder, model, state.num_processes, sharded=sharded)
+            digests = {split: digest(rows) for split, rows in texts.items()}
+            if found is not None and Path(found).parent.resolve() == folder.resolve():
+                check_data(folder, digests)
             claim_folder(recipe, folder, tokenizer, say)
+            write_json(digests, folder / DATA_FILE)
     experiment.checkpoint = from_main_process(found)
     return experiment
+
+
+def _check_optimizer(trainer: Trainer) -> None:
+    """Asks for the optimizer before the folder is claimed: its package or settings may be missing.
+
+    Raises:
+        ValueError: If it cannot be had.
+    """
+    try:
+        trainer.get_optimizer_cls_and_kwargs(trainer.args, cast(Any, trainer.model))
+    except (ImportError, ValueError, TypeError, NotImplementedError) as error:
+        optimizer = getattr(trainer.args.optim, "value", trainer.args.optim)
+        raise ValueError(f"training.optim={optimizer}: {one_line(error)}") from error
 
 
 def make_tokenizer(task: Task, train: Dataset, folder: Path, say: Say) -> Any:
@@ -291,12 +320,13 @@ class Experiment:
         if not self.recipe.data.streaming:  # nobody has counted its rows
             trained["train_samples"] = len(self.sets["train"])
         evaluated = self.choose_model()
+        if trainer.is_world_process_zero():
+            self.save_model()  # first: scoring and predicting may take long, or be stopped
         evaluated["eval_samples"] = len(self.sets["validation"])
         test, predictions = self.score_test()
         results = {"train": trained, "eval": evaluated, "test": test}
         scores = {name: value for part in results.values() for name, value in part.items()}
         if trainer.is_world_process_zero():
-            self.save_model()  # first: predicting may take long
             if predictions is None:
                 predictions = self.task.predict(trainer, self.sets["test"])
             records = list(self.task.records(self.sets["test"], predictions))

@@ -311,15 +311,22 @@ def compute_metrics(
     texts, references_by_row = _checked_rows(predictions, references)
     if not texts:
         raise ValueError("there are no predictions to score (0 rows)")
+    names = list(names)
+    check_metrics(names)
     scores, signatures = {}, {}
+    for name in names:
+        scores[name], signatures[name] = METRICS[name]().score(texts, references_by_row)
+    return scores, signatures
+
+
+def check_metrics(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is none of `METRICS`, with the nearest one."""
     for name in names:
         if name not in METRICS:
             nearest = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)[0]
             raise ValueError(
                 f"metric {name!r} is none of {', '.join(METRICS)}; the nearest is {nearest}"
             )
-        scores[name], signatures[name] = METRICS[name]().score(texts, references_by_row)
-    return scores, signatures
 
 
 def perplexity(loss: float) -> float:

@@ -66,6 +66,7 @@ def _check_task(recipe: Recipe) -> None:
         "image_column": is_classification,
         "image_shift": has_images,
         "group_column": not has_images,
+        "max_source_length": not has_images,
     }
     keys = own_keys_of("data")
     for name, is_meaningful in meaningful.items():
@@ -75,6 +76,13 @@ def _check_task(recipe: Recipe) -> None:
                 f"data.{name}={value!r} means nothing to task={task}"
                 + (" without data.image_column" if name == "image_shift" else "")
                 + (f" with data.image_column={recipe.data.image_column!r}" if has_images else "")
+            )
+    for name, key in own_keys_of("tokenizer").items():
+        value = getattr(recipe.tokenizer, name)
+        if has_images and value != key.default:
+            raise ValueError(
+                f"tokenizer.{name}={value!r} means nothing with data.image_column="
+                f"{recipe.data.image_column!r}: images have no tokens"
             )
     if not is_seq2seq and recipe.evaluation.metrics:
         raise ValueError(
@@ -229,9 +237,15 @@ def _check_generation(generation: Mapping[str, Any]) -> None:
             )
     known = {name: value for name, value in generation.items() if name != "length_penalty_form"}
     try:
-        GenerationConfig(**known)
+        mode = GenerationConfig(**known).get_generation_mode().value
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"generation={dict(generation)!r}: {error}") from None
+    form = generation.get("length_penalty_form")
+    if form == "gnmt" and mode not in ("greedy_search", "beam_search"):
+        raise ValueError(
+            f"generation.length_penalty_form={form!r} is for greedy and beam search: "
+            f"generation={dict(generation)!r} asks for {mode}"
+        )
 
 
 # Schedules that follow what is evaluated.

@@ -30,7 +30,8 @@ examples:
 HOW_TO_WRITE = """\
 A recipe is a YAML file of sections with keys; each may be given on the command line, too, as
 section.key=value without dashes or spaces. Values are YAML: true, 1e-3, [bleu, chrf], null (which
-takes a key back to its default); in quotes where the shell would change them.
+takes a key back to its default, or means what the key's line says); in quotes where the shell would
+change them.
 
 The order: data -> tokenizer (its vocabulary) -> model -> training -> generation and evaluation.
 """

@@ -1,12 +1,14 @@
 """The folder of a run: whose it is, what it holds, and where a run goes on."""
 
+import hashlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from datasets import Dataset
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from .tokenization import TOKENIZER_FILES, save_tokenizer
 PREDICTIONS_FILE = "predictions_test.jsonl"
 CURVES_FILE = "curves.png"
 RUN_FILE = "run.json"
+DATA_FILE = "data.json"  # a hash of each split, by which a run that goes on knows its data
 RESULTS_FILE = "all_results.json"  # written last: a folder that holds it is a finished run
 Say = Callable[[str], None]
 
@@ -94,7 +97,10 @@ def claim_folder(recipe: Recipe, folder: Path, tokenizer: Any, say: Say) -> None
     Raises:
         OSError: If it cannot be written.
     """
-    training = replace(recipe.training, overwrite=False, resume_from_checkpoint=False)
+    begun = recipe.training.resume_from_checkpoint
+    if not isinstance(begun, str):
+        begun = not recipe.training.overwrite and _begun_from(folder)
+    training = replace(recipe.training, overwrite=False, resume_from_checkpoint=begun)
     recipe_text = replace(recipe, training=training).to_yaml()
     if recipe.training.overwrite and folder.exists() and any(folder.iterdir()):
         number = 1
@@ -130,6 +136,11 @@ def find_checkpoint(
         ValueError: If the recipe names one that is not complete, or of another model.
     """
     wanted = recipe.training.resume_from_checkpoint
+    if wanted is True:
+        checkpoint = last_complete_checkpoint(folder, num_processes, sharded=sharded)
+        if checkpoint is not None:
+            return str(checkpoint)
+        wanted = _begun_from(folder)
     if isinstance(wanted, str):
         fault = what_is_missing(wanted, num_processes, sharded=sharded)
         if fault is not None:
@@ -150,7 +161,38 @@ def find_checkpoint(
                     f"{there.get(name)} there and {here.get(name)} here"
                 )
         return wanted
-    if not wanted:
-        return None
-    checkpoint = last_complete_checkpoint(folder, num_processes, sharded=sharded)
-    return None if checkpoint is None else str(checkpoint)
+    return None
+
+
+def digest(rows: Dataset) -> str:
+    """A hash of all rows."""
+    found = hashlib.blake2b(digest_size=16)
+    for batch in rows.with_format(None).iter(batch_size=1_000):
+        found.update(json.dumps(batch, sort_keys=True).encode())
+    return found.hexdigest()
+
+
+def check_data(folder: Path, digests: Mapping[str, str]) -> None:
+    """Refuses to go on with a run whose data have changed since it was begun.
+
+    Raises:
+        ValueError: With the names of the splits.
+    """
+    try:
+        before = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return  # of an earlier version, or killed while it was written
+    changed = [split for split, value in digests.items() if before.get(split, value) != value]
+    if changed:
+        raise ValueError(
+            f"training.output_dir={folder}: the rows of {' and '.join(changed)} are not those with "
+            "which this run was begun: bring them back, or training.overwrite=true moves it aside "
+            "and starts anew"
+        )
+
+
+def _begun_from(folder: Path) -> str | Literal[False]:
+    """The checkpoint, named by its path, from which a folder's run was begun."""
+    kept = folder / RECIPE_FILE
+    named = load_recipe(kept).training.resume_from_checkpoint if kept.is_file() else False
+    return named if isinstance(named, str) else False

@@ -2,14 +2,17 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .experiment import TASKS
 from .loading import load_model
 from .machine import device_arguments
+from .metrics import check_metrics
 from .recipes import RECIPE_FILE, Recipe, load_recipe
 from .settings import (
     TEXT_METRICS,
@@ -18,6 +21,7 @@ from .settings import (
     TokenizerSettings,
     TrainingSettings,
 )
+from .tasks import SPLITS
 from .translation import BATCH_TOKENS
 
 
@@ -32,7 +36,7 @@ def score_model(
     """Scores a trained model again.
 
     Args:
-        folder: A finished run.
+        folder: A finished run, a checkpoint of a run, or, with `file`, any encoder-decoder.
         split: A split of its recipe.
         file: In place of a split: a file of pairs, read with the recipe's columns.
         metrics: Names of text metrics; the recipe's if None.
@@ -48,29 +52,22 @@ def score_model(
     """
     if num_beams is not None and num_beams < 1:
         raise ValueError(f"num_beams={num_beams} is not at least 1")
-    if (kept := Path(folder) / RECIPE_FILE).is_file():
-        recipe = load_recipe(kept)
-    elif file is None:
+    check_metrics(metrics or ())
+    if split not in SPLITS[1:]:
+        raise ValueError(f"split={split!r} is none of {', '.join(SPLITS[1:])}")
+    kept = _recipe_file(Path(folder))
+    if kept is None and file is None:
         raise FileNotFoundError(
             f"{folder} holds no {RECIPE_FILE}: name a folder that train.py made, or a file of pairs"
         )
-    else:
-        recipe = Recipe(
-            name=Path(folder).name,
-            tokenizer=TokenizerSettings(),
-            data=DataSettings(),
-            training=TrainingSettings(),
-            evaluation=EvaluationSettings(metrics=list(TEXT_METRICS)),
-            model={},
-            generation={},
-        )
+    model, tokenizer = load_model(folder)
+    recipe = _recipe_for(str(folder), model) if kept is None else load_recipe(kept)
     task = TASKS[recipe.task](recipe)
     for option, value in (("metrics", metrics), ("num_beams", num_beams)):
         if value is not None and recipe.task != "seq2seq":
             raise ValueError(f"{option}={value!r} means nothing to task={recipe.task}")
     rows = task.read()[0][split] if file is None else task.read_file(file)
     prefix = split if file is None else "file"
-    model, tokenizer = load_model(folder)
     task.adopt(model.config)
     encoded, _ = task.encode(rows, tokenizer, training=False)
     with tempfile.TemporaryDirectory() as unused:
@@ -88,3 +85,37 @@ def score_model(
         scores, _ = trainer.score(encoded, prefix)
     signatures = {f"{prefix}_{name}_signature": text for name, text in trainer.signatures.items()}
     return {**scores, **signatures}
+
+
+def _recipe_file(folder: Path) -> Path | None:
+    """The recipe of a run; of a checkpoint, that of the run around it."""
+    homes = [folder]
+    if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+        homes.append(folder.absolute().parent)
+    return next((path for home in homes if (path := home / RECIPE_FILE).is_file()), None)
+
+
+def _recipe_for(name: str, model: Any) -> Recipe:
+    """What scores a model of pairs that came without a recipe.
+
+    Raises:
+        ValueError: If it is a model of something else.
+    """
+    if not model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is a {type(model).__name__} without its {RECIPE_FILE}, which tells how its "
+            "rows are read: name the folder that train.py made"
+        )
+    data = DataSettings()
+    if getattr(model.config, "position_embedding_type", None) == "learned":
+        limit = min(data.max_source_length or 0, model.config.max_position_embeddings)
+        data = replace(data, max_source_length=limit, max_target_length=limit)
+    return Recipe(
+        name=Path(name).name,
+        tokenizer=TokenizerSettings(),
+        data=data,
+        training=TrainingSettings(),
+        evaluation=EvaluationSettings(metrics=list(TEXT_METRICS)),
+        model={},
+        generation={},
+    )

@@ -30,7 +30,7 @@ from .recipe_checks import check_positions
 from .recipes import Recipe
 from .reports import shortened
 from .resegmentation import ResegmentedPairs
-from .search import keep_penalty_form
+from .search import OF_BEAMS, keep_penalty_form, without_beams
 from .streaming import PairStream, Stream
 from .tasks import SPLITS, Column, Task, check_generation, files_of, longest_output
 from .training import TinyTFMTrainer, batch_options
@@ -157,6 +157,11 @@ class Seq2Seq(Task):
         start = settings.pop("from_pretrained", None)
         if start is None:
             config = TinyTFMConfig(vocab_size=len(tokenizer), **settings)
+            if config.position_embedding_type == "sinusoidal":  # which have no end of their own
+                longest_source = self.recipe.data.max_source_length or token_lengths(train)[0].max()
+                config.max_position_embeddings = max(
+                    config.max_position_embeddings, int(longest_source)
+                )
             model = TinyTFMForConditionalGeneration(config)
         else:
             model = load_start(start, settings, len(tokenizer))
@@ -165,8 +170,10 @@ class Seq2Seq(Task):
         penalty_form = generation.pop("length_penalty_form", None)
         if generation.get("num_beams") == 1:  # an override: what the recipe says for beams rests
             penalty_form = None
-            for name in ("length_penalty", "early_stopping"):
+            for name in OF_BEAMS:
                 generation.pop(name, None)
+            if start is not None:
+                model.generation_config = without_beams(model.generation_config)
         positions = math.inf
         if config.position_embedding_type == "learned":
             positions = config.max_position_embeddings
@@ -190,6 +197,10 @@ class Seq2Seq(Task):
     def plan(self, model: Any) -> list[tuple[str, str]]:
         """How long outputs may become, and what cannot be repeated."""
         lines = [("outputs", f"up to {longest_output(model)} tokens")]
+        if self.recipe.tokenizer.lowercase:
+            lines.append(
+                ("lower case", "of outputs alone: references keep their capitals, and count them")
+            )
         if self.recipe.tokenizer.bpe_dropout:
             lines.append(
                 (

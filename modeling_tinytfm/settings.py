@@ -82,7 +82,9 @@ class TokenizerSettings:
     normalization: Literal["nfc", "nfkc", "nfd", "nfkd", "none"] = setting(
         "nfc", "Unicode normal form of source and target"
     )
-    lowercase: bool = setting(False, "lower-case source and target")
+    lowercase: bool = setting(
+        False, "lower-case source and target; metrics compare with the references as they stand"
+    )
     min_frequency: int | None = setting(
         None,
         "occurrences that bring a merge (bpe; 2 if null) or a word (1 if null) into the vocabulary",
@@ -101,7 +103,10 @@ class DataSettings:
     """Section `data`: where the pairs come from, and how they are cut and batched."""
 
     train_file: str | None = setting(
-        None, "rows to train on: .tsv, .csv or .jsonl, plain or .gz, or .parquet", is_path=True
+        None,
+        "rows to train on: .tsv, .csv or .jsonl, plain or .gz, or .parquet; .txt for a language "
+        "model, .npz for images",
+        is_path=True,
     )
     validation_file: str | None = setting(
         None,

@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import DistributedType, gather_object, is_compiled_module
 from datasets import Dataset
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -321,6 +322,10 @@ class TinyTFMTrainer(Seq2SeqTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         trained = super()._init_training_state(*args, **kwargs)
+        if self.state.best_global_step:  # the folder may have been moved since
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if (best := Path(str(self.args.output_dir)) / name).is_dir():
+                self.state.best_model_checkpoint = str(best)
         if not isinstance(self.sampler, ResegmentingSampler) or not self.state.epoch:
             return trained
         # Resumed: the epochs before had other numbers of batches than the Trainer divides by.
@@ -567,6 +572,18 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         return None if self.is_world_process_zero() and not self.args.disable_tqdm else False
 
     # Checkpoints
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (RuntimeError, SafetensorError) as error:
+            if isinstance(error, NonFiniteLossError):
+                raise
+            # What torch and safetensors raise for a full disk is no OSError.
+            raise OSError(
+                f"{self.args.output_dir}: the checkpoint of update {self.state.global_step} cannot "
+                f"be written (is the disk full?): {error}"
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with self._whole_model():

@@ -19,14 +19,18 @@ from tiny import TINIEST
 from transformers import AutoTokenizer, GenerationConfig, TrainerControl, TrainerState
 
 from modeling_tinytfm import (
+    TinyTFMConfig,
+    TinyTFMForCausalLM,
     TinyTFMForConditionalGeneration,
     experiment,
     machine,
     run_folder,
+    scoring,
     seq2seq,
     translate,
 )
 from modeling_tinytfm.checkpoints import save_average
+from modeling_tinytfm.decoding import ModelTranslator
 from modeling_tinytfm.experiment import EarlyStopping, Experiment, prepare, run_recipe
 from modeling_tinytfm.loading import load_model
 from modeling_tinytfm.recipes import load_recipe
@@ -144,7 +148,8 @@ def test_a_run_leaves_everything_in_its_folder(recipe, said, with_curves):
         *("configuration_tinytfm.py", "modeling_tinytfm.py"),
         *("tokenizer.json", "tokenizer_config.json"),
         *("train_results.json", "eval_results.json", "test_results.json", "all_results.json"),
-        *("predictions_test.jsonl", "curves.png", "run.json", "README.md", "trainer_state.json"),
+        *("predictions_test.jsonl", "curves.png", "run.json", "data.json"),
+        *("README.md", "trainer_state.json"),
         *("checkpoint-2", "checkpoint-4"),
     }
     # What is published holds no pickles, and no file knows where it was made.
@@ -446,6 +451,16 @@ def test_a_checkpoint_may_be_named(recipe, said):
     assert "taking the tokenizer that first/checkpoint-2 holds" in said
     assert same(weights("first"), weights("second"))
 
+    # Killed before its first checkpoint, it still knows where it was begun.
+    Path("second/all_results.json").unlink()
+    for checkpoint in Path("second").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    for _ in range(2):
+        resumed = prepare(
+            recipe("training.output_dir=second", "training.resume_from_checkpoint=true")
+        )
+        assert resumed.checkpoint == "first/checkpoint-2"
+
     for checkpoint, overrides, message in (
         ("first/checkpoint-3", [], "checkpoint-3 is not complete: "),
         ("first/checkpoint-2", ["model.d_model=8"], "is of another model: "),
@@ -605,6 +620,8 @@ def test_bad_data_is_refused_and_leaves_no_folder(recipe, name):
             ["data.max_tokens=8", "training.per_device_train_batch_size=null"],
             "max_tokens=8 cannot hold",
         ),
+        (["training.optim=lomo"], r"training\.optim=lomo: .*lomo"),
+        (["training.optim_args=fast"], r"training\.optim=adamw"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The following generation flags")
@@ -708,6 +725,51 @@ def close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return all(
         torch.allclose(left[name].double(), right[name].double(), atol=1e-7) for name in right
     )
+
+
+def test_the_best_model_is_found_in_a_folder_that_was_moved(recipe, said, monkeypatch):
+    overrides = ["training.max_steps=6", "training.load_best_model_at_end=true"]
+    validate_by(monkeypatch, 0.9, 0.2, 0.5, 0.2)
+    run_recipe(recipe(*overrides), said.append)
+    Path("outputs/tiny/all_results.json").unlink()
+    Path("outputs/tiny").rename("elsewhere")
+    validate_by(monkeypatch, 0.2)
+    again = ["training.output_dir=elsewhere", "training.resume_from_checkpoint=true"]
+    run_recipe(recipe(*overrides, *again), said.append)
+    assert same(weights("elsewhere"), weights("elsewhere/checkpoint-4"))
+
+
+def test_a_model_is_written_before_it_is_scored(recipe, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Experiment, "score_test", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe("training.save_strategy=no"))
+    assert weights("outputs/tiny")
+    assert not Path("outputs/tiny/all_results.json").exists()
+
+
+def test_a_run_goes_on_with_its_own_data_alone(recipe, said):
+    run_recipe(recipe(), said.append)
+    Path("outputs/tiny/all_results.json").unlink()
+    shutil.rmtree("outputs/tiny/checkpoint-4")
+    pairs = Path("pairs.tsv").read_text()
+    write_pairs(Path("pairs.tsv"), 70)
+    resumed = recipe("training.resume_from_checkpoint=true")
+    with pytest.raises(ValueError, match="the rows of train and validation and test are not those"):
+        run_recipe(resumed)
+    Path("pairs.tsv").write_text(pairs)
+    run_recipe(resumed, said.append)
+
+
+def test_a_full_disk_is_told(recipe, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"tiny: the checkpoint of update 2 cannot be written .*disk"):
+        run_recipe(recipe())
 
 
 @pytest.mark.parametrize(("metric", "sign"), [("loss", 1), ("exact_match", -1), ("per", 1)])
@@ -929,6 +991,19 @@ def test_b39_what_a_limit_leaves_out_of_a_dictionary_is_counted(recipe, monkeypa
     assert reports["train"].over_max_train_samples == 9 - kept
 
 
+def test_a_model_that_searched_may_go_on_to_be_greedy(recipe, said):
+    form = ("generation.length_penalty_form=gnmt", "generation.length_penalty=2.0")
+    run_recipe(recipe(*form, "generation.num_beams=3", "generation.early_stopping=true"))
+    overrides = ["model.from_pretrained=outputs/tiny", "training.output_dir=greedy"]
+    bare = ["tokenizer=null", *(f"model.{name}=null" for name in recipe().model)]
+    run_recipe(recipe(*overrides, *bare, "generation.num_beams=1"), said.append)
+    kept = json.loads(Path("greedy/generation_config.json").read_text())
+    assert kept.get("num_beams") in (None, 1)
+    assert "length_penalty_form" not in kept
+    before = json.loads(Path("outputs/tiny/generation_config.json").read_text())
+    assert kept["max_new_tokens"] == before["max_new_tokens"]
+
+
 def test_one_beam_needs_nothing_that_is_for_several(recipe):
     form = ("generation.length_penalty=0.6", "generation.early_stopping=true")
     prepared = prepare(recipe(*form, "generation.num_beams=1"))
@@ -985,6 +1060,45 @@ def test_a_model_without_a_recipe_is_scored_on_a_file(recipe, said, finished):
     with pytest.raises(OSError, match=r"holds no recipe\.yaml"):
         score_model("outputs/tiny")
     assert "file_bleu" in score_model("outputs/tiny", file="pairs.tsv")
+
+
+def test_learned_positions_limit_what_is_scored_without_a_recipe(recipe, said):
+    learned = ["model.position_embedding_type=learned", "model.max_position_embeddings=12"]
+    limits = ["data.max_source_length=12", "data.max_target_length=12"]
+    run_recipe(recipe(*learned, *limits), said.append)
+    Path("outputs/tiny/recipe.yaml").unlink()
+    Path("long.tsv").write_text("1 2 3\t3 2 1\n" + "1 " * 30 + "\t" + "1 " * 30 + "\n")
+    assert score_model("outputs/tiny", file="long.tsv")["file_loss"] > 0
+
+
+def test_long_sources_are_not_cut_afterwards(recipe, said):
+    write_pairs(Path("pairs.tsv"), more="1 " * 1_500 + "\t1\n")
+    run_recipe(recipe("data.max_source_length=2000"), said.append)
+    model, tokenizer = load_model("outputs/tiny")
+    assert model.config.max_position_embeddings == 2_000
+    assert ModelTranslator([model], tokenizer).longest_input == 2_000
+
+
+def test_what_cannot_be_scored_is_told_at_once(recipe, said, finished, monkeypatch):
+    monkeypatch.setattr(scoring, "load_model", None)
+    with pytest.raises(ValueError, match="metric 'blue' is none of"):
+        score_model("outputs/tiny", metrics=["blue"])
+    with pytest.raises(ValueError, match="split='valid' is none of validation, test"):
+        score_model("outputs/tiny", split="valid")
+
+
+def test_a_checkpoint_is_scored_by_its_runs_recipe(recipe, said, finished):
+    last = score_model("outputs/tiny/checkpoint-4")
+    assert last == score_model("outputs/tiny")
+
+
+def test_a_language_model_without_a_recipe_is_not_scored_as_pairs(recipe, said, finished):
+    config = TinyTFMConfig(vocab_size=15, is_encoder_decoder=False, is_decoder=True, **TINIEST)
+    TinyTFMForCausalLM(config).save_pretrained("lm")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"outputs/tiny/{name}", "lm")
+    with pytest.raises(ValueError, match=r"lm is a TinyTFMForCausalLM without its recipe\.yaml"):
+        score_model("lm", file="pairs.tsv")
 
 
 def test_unusable_models_are_refused(recipe, said, finished):

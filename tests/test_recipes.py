@@ -434,6 +434,14 @@ def test_keys_that_the_user_cannot_set_say_what_to_write(load, key, instead):
             "data.group_column='writer' means nothing to task=classification with data.image_colu",
         ),
         (
+            ["task=classification", "data.image_column=image", "data.max_source_length=5"],
+            "data.max_source_length=5 means nothing to task=classification with data.image_column",
+        ),
+        (
+            ["task=classification", "data.image_column=image", "tokenizer.vocab_size=77"],
+            "tokenizer.vocab_size=77 means nothing with data.image_column='image'",
+        ),
+        (
             ["task=classification", "evaluation.metrics=[bleu]"],
             "task=classification always reports loss, accuracy, macro_f1",
         ),
