@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .configuration_tinytfm import TinyTFMConfig
+from .reading import one_line
 from .recipes import RECIPE_FILE, Recipe, load_recipe
 from .run_folder import CURVES_FILE, PREDICTIONS_FILE, RESULTS_FILE, RUN_FILE
 from .settings import LOSS_METRICS, METRIC_DESCRIPTIONS
@@ -356,8 +357,8 @@ def read_facts(folder: str | Path) -> Facts:
         try:
             card = ModelCard.load(folder / CARD_FILE, ignore_metadata_errors=True)
         except yaml.YAMLError as error:
-            problem = " ".join(str(error).split())
-            raise ValueError(f"{folder / CARD_FILE}: no YAML above its text: {problem}") from None
+            where = folder / CARD_FILE
+            raise ValueError(f"{where}: no YAML above its text: {one_line(error)}") from None
         earlier = card.data.to_dict()
     codes = earlier.pop("language", None)
     if codes is not None:  # YAML takes an unquoted no, Norwegian, for false
