@@ -56,9 +56,15 @@ def check_folder(recipe: Recipe, folder: Path) -> dict[str, float] | None:
         return None
     differences = recipe.differences(load_recipe(kept))
     if differences:
+        advice = "choose another folder, or training.overwrite=true moves it aside"
+        if set(differences) <= {"training.max_steps", "training.num_train_epochs"}:
+            advice += (
+                "; to train this run longer, choose another folder and "
+                f"training.resume_from_checkpoint={folder / 'checkpoint-N'}"
+            )
         raise ValueError(
             f"{name} holds the run of another recipe (it differs in {', '.join(differences[:5])}): "
-            "choose another folder, or training.overwrite=true moves it aside"
+            f"{advice}"
         )
     scores = finished_scores(folder)
     if scores is None and not recipe.training.resume_from_checkpoint:

@@ -485,6 +485,25 @@ def test_another_recipes_folder_is_refused(recipe, said, extra, finished):
     assert files("outputs/tiny") == before
 
 
+def test_a_finished_run_trains_longer_in_another_folder(recipe, said, finished):
+    before = files("outputs/tiny")
+    longer = ["training.max_steps=6", "training.resume_from_checkpoint=true"]
+    with pytest.raises(ValueError, match="train this run longer") as refusal:
+        run_recipe(recipe(*longer))
+    with pytest.raises(ValueError, match=r"aside$"):
+        run_recipe(recipe(*longer, "training.seed=7"))
+    advice = re.search(r"training.resume_from_checkpoint=\S+$", str(refusal.value))[0]
+    longer[1:] = ["training.output_dir=longer", advice.replace("N", "4")]
+    run_recipe(recipe(*longer), said.append)
+    assert files("outputs/tiny") == before
+    state = json.loads((finished / "checkpoint-4" / "trainer_state.json").read_text())
+    history = json.loads(Path("longer/trainer_state.json").read_text())["log_history"]
+    assert history[: len(state["log_history"])] == state["log_history"]
+    assert history[-1]["step"] == 6
+    seconds = json.loads(Path("longer/run.json").read_text())["training_seconds"]
+    assert seconds > state["stateful_callbacks"]["TrainingClock"]["attributes"]["earlier"]
+
+
 def test_overwrite_moves_the_old_folder_aside(recipe, said, finished):
     first = files("outputs/tiny")
     run_recipe(recipe("training.overwrite=true", "training.seed=7"), said.append)
