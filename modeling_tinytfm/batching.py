@@ -188,7 +188,7 @@ class PairBatchSampler(Sampler[list[int]]):
             source, target = self._lengths[row].tolist()
             if source + target > max_tokens:
                 raise ValueError(
-                    f"max_tokens={max_tokens} cannot hold row {row}: {source} source and "
+                    f"max_tokens={max_tokens} cannot hold the longest row: {source} source and "
                     f"{target} target tokens; raise max_tokens, or lower max_source_length or "
                     "max_target_length"
                 )

@@ -358,8 +358,8 @@ FIELDS = tuple(inspect.signature(TinyTFMConfig.__init__).parameters)[1:-1]
 
 def refuse_misspelt(names: dict[str, object]) -> None:
     """Raises ValueError for a keyword that is no field but looks like one (`d_modle`, `droput`)."""
-    # transformers 4 has `tie_encoder_decoder`, which looks like `is_encoder_decoder`.
-    theirs = inspect.signature(PretrainedConfig.__init__).parameters
+    # transformers 4 keeps `tie_encoder_decoder` in every config; it looks like another field.
+    theirs = {*inspect.signature(PretrainedConfig.__init__).parameters, "tie_encoder_decoder"}
     for name in (name for name in names if name not in theirs):
         nearest = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
         # Longer names are what other tools keep in a config, such as `layer_norm_epsilon`.

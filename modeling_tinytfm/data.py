@@ -46,6 +46,7 @@ _FILE_ROWS = Features(
     {
         **_TEXTS,
         "source_key": Value("int64"),
+        "target_key": Value("int64"),
         "group_key": Value("int64"),
         "nul_characters": Value("int64"),
         "empty_side": Value("bool"),
@@ -58,6 +59,7 @@ _TOKENS = Features(
         "labels": List(Value("int32")),
         "source_too_long": Value("bool"),
         "target_too_long": Value("bool"),
+        "unknown": Value("bool"),
     }
 )
 
@@ -88,6 +90,8 @@ class SplitReport:
     truncated_targets: int = _count("{:,} targets truncated to max_target_length for the loss")
     nul_characters: int = _count("{:,} NUL characters removed")
     sources_in_training: int = _count("{:,} with a source that also stands in training")
+    targets_in_training: int = _count("{:,} with a target that also stands in training")
+    unknown: int = _count("{:,} with tokens that the vocabulary does not know")
 
     def __str__(self) -> str:
         return self.describe("pairs")
@@ -155,6 +159,7 @@ def _file_rows(
             "source": source,
             "target": target,
             "source_key": source_key,
+            "target_key": text_key(target),
             "group_key": text_key(group[0]) if any(map(str.strip, group)) else source_key,
             "nul_characters": record[0].count("\0") + record[1].count("\0"),
             "empty_side": not source.strip() or not target.strip(),
@@ -364,6 +369,12 @@ def load_pairs(
 
     splits = DatasetDict()
     for split in sorted(tables, key=["train", "validation", "test"].index):
+        if split != "train" and "train" in tables:
+            targets, others = (
+                _column(tables[name], "target_key")[rows[name]] for name in (split, "train")
+            )
+            repeated = int(np.isin(targets, others).sum())
+            report[split] = replace(report[split], targets_in_training=repeated)
         dataset = tables[split].select(rows[split]).select_columns(["source", "target"])
         if split != "train":
             dataset = _add_references(dataset, merge_references)
@@ -493,6 +504,11 @@ def _encode_batch(
                 for ids, cut in zip(rows, too_long, strict=True)
             ]
         encoded[column], encoded[flag] = rows, too_long
+    unknown = tokenizer.unk_token_id
+    encoded["unknown"] = [
+        unknown in source or unknown in target
+        for source, target in zip(source_ids, target_ids, strict=True)
+    ]
     return encoded
 
 
@@ -569,12 +585,14 @@ def encode_pairs(
     )
     long_source = _column(encoded, "source_too_long")
     long_target = _column(encoded, "target_too_long")
+    unknown = _column(encoded, "unknown")
     encoded = encoded.select_columns(["input_ids", "labels", *kept_columns])
     if not drop_too_long:
         return encoded, replace(
             report,
             truncated_sources=int(long_source.sum()),
             truncated_targets=int(long_target.sum()),
+            unknown=int(unknown.sum()),
         )
     kept = ~(long_source | long_target)
     if not kept.any():
@@ -587,6 +605,7 @@ def encode_pairs(
         pairs=int(kept.sum()),
         source_too_long=int(long_source.sum()),
         target_too_long=int((long_target & ~long_source).sum()),
+        unknown=int(unknown[kept].sum()),
     )
 
 

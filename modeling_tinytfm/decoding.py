@@ -218,6 +218,7 @@ def generate_batch(
     inputs = source_tensors(sources, int(tokenizer.pad_token_id), model.device)
     settings = with_output_limit(model, generation, inputs["input_ids"].shape[1])
     settings = {**settings, "num_return_sequences": n_best, "return_dict_in_generate": True}
+    ends = as_list(generation.get("eos_token_id", model.generation_config.eos_token_id))
     with evaluating(*models):
         only_searched = len(models) > 1 or prefixes is not None or form != "length"
         unused = [name for name in _NOT_SEARCHED if generation.get(name) is not None]
@@ -240,9 +241,8 @@ def generate_batch(
             scores = outputs.sequences_scores.tolist()
         elif with_scores:
             exponent = generation.get("length_penalty", model.generation_config.length_penalty)
-            scores = _score_sequences(model, inputs, outputs.sequences, exponent)
+            scores = _score_sequences(model, inputs, outputs.sequences, exponent, ends)
     texts = tokenizer.batch_decode(outputs.sequences, skip_special_tokens=True)
-    ends = as_list(model.generation_config.eos_token_id)
     tokens = [
         _without_ends(row, ends, tokenizer.pad_token_id) for row in outputs.sequences.tolist()
     ]
@@ -267,7 +267,11 @@ def _without_ends(row: list[int], ends: Sequence[int], pad_token_id: int | None)
 
 
 def _score_sequences(
-    model: PreTrainedModel, inputs: dict[str, Tensor], sequences: Tensor, exponent: float | None
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    sequences: Tensor,
+    exponent: float | None,
+    end_ids: Sequence[int],
 ) -> list[float]:
     """Scores of generated `sequences` [B * n, T] as beam search would have scored them."""
     copies = len(sequences) // len(inputs["input_ids"])
@@ -275,8 +279,7 @@ def _score_sequences(
     logits = model(**repeated, decoder_input_ids=sequences[:, :-1], use_cache=False).logits
     targets = sequences[:, 1:]
     log_probabilities = -F.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
-    eos = as_list(model.generation_config.eos_token_id)
-    ends = torch.isin(targets, torch.tensor(eos, device=targets.device, dtype=targets.dtype))
+    ends = torch.isin(targets, torch.tensor(end_ids, device=targets.device, dtype=targets.dtype))
     real = (ends.cumsum(1) - ends.long()) == 0  # up to the first end token, and with it
     total = (log_probabilities * real).sum(1)
     return (total / length_penalty(real.sum(1), 1.0 if exponent is None else exponent)).tolist()

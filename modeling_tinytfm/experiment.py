@@ -27,7 +27,13 @@ from transformers import (
 )
 from transformers.trainer_utils import speed_metrics
 
-from .checkpoints import average_checkpoints, best_checkpoints, last_checkpoints
+from .checkpoints import (
+    average_checkpoints,
+    best_checkpoints,
+    checkpoints,
+    last_checkpoints,
+    what_is_missing,
+)
 from .classification import Classification
 from .data import SplitReport
 from .flops import describe_flops
@@ -177,8 +183,13 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
             sharded = trainer.is_fsdp_enabled
             found = find_checkpoint(recipe, folder, model, state.num_processes, sharded=sharded)
             digests = {split: digest(rows) for split, rows in texts.items()}
-            if found is not None and Path(found).parent.resolve() == folder.resolve():
-                check_data(folder, digests)
+            if found is not None:
+                run = Path(found).absolute().parent
+                own = run.resolve() == folder.resolve()
+                instead = "training.overwrite=true moves it aside and starts anew"
+                if not own:
+                    instead = f"model.from_pretrained={found} trains its model on, as a new run"
+                check_data(folder if own else run, digests, instead)
             claim_folder(recipe, folder, tokenizer, say)
             write_json(digests, folder / DATA_FILE)
     experiment.checkpoint = from_main_process(found)
@@ -378,6 +389,14 @@ class Experiment:
         signatures = {f"test_{name}_signature": text for name, text in trainer.signatures.items()}
         speed = speed_metrics("test", start, num_samples=len(rows))
         return {**scores, **speed, **signatures, "test_samples": len(rows)}, predictions
+
+    def how_to_go_on(self) -> str:
+        """What to do after an interrupt, or what is lost by it."""
+        complete = [path for path in checkpoints(self.folder) if what_is_missing(path) is None]
+        last = complete[-1] if complete else self.checkpoint
+        if last is None:
+            return "before its first checkpoint (training.save_steps): nothing of this run is kept"
+        return f"training.resume_from_checkpoint=true continues this run from {last}"
 
     def plan(self) -> str:
         """What is going to be done, in lines that a person can check."""

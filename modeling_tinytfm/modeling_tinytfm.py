@@ -397,6 +397,20 @@ class SinusoidalPositions(nn.Module):
             positions_L = torch.arange(len(self.table), device="cpu")
             self.table.copy_(sinusoids(positions_L, self.d_model))
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        """Of to(), to_empty(), bfloat16() and their like: the table is computed anew, not cast."""
+        super()._apply(fn, recurse)
+        if not self.table.is_meta:
+            self.fill()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Of load_state_dict(assign=True), which leaves this tensor alone on the meta device."""
+        super()._load_from_state_dict(*args)
+        if self.table.is_meta:
+            self.table = torch.empty_like(self.table, device=torch.get_default_device())
+            self.fill()
+
     def forward(self, positions: Tensor, length: int) -> Tensor:
         """[...] positions, all below `length` -> [..., D]."""
         if length <= len(self.table):
@@ -1243,6 +1257,9 @@ class TinyTFMGenerationMixin(GenerationMixin):
                 # generate() gives the encoder what forward() would look at.
                 mask = mask_of_left_padding(ids, self.config.pad_token_id)
                 kwargs |= {} if mask is None else {"attention_mask": mask}
+        if self.config.is_encoder_decoder:
+            # Only to save memory; with the target's prompt, it would cut the source's mask up, too.
+            kwargs.pop("prefill_chunk_size", None)
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:
@@ -1284,6 +1301,8 @@ class TinyTFMForConditionalGeneration(TinyTFMPreTrainedModel, TinyTFMGenerationM
         labels: Tensor | None = None,
         input_features: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
         **inputs,
     ) -> Seq2SeqLMOutput:
         """Scores every next target token; arguments not named here are `TinyTFMModel.forward`'s.
@@ -1299,7 +1318,7 @@ class TinyTFMForConditionalGeneration(TinyTFMPreTrainedModel, TinyTFMGenerationM
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
             inputs["use_cache"] = inputs.get("use_cache") or False
-            if decoder_input_ids is None and inputs.get("decoder_inputs_embeds") is None:
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = shift_right(labels, self.config)
         outputs = self.model(
             input_ids,
@@ -1307,6 +1326,8 @@ class TinyTFMForConditionalGeneration(TinyTFMPreTrainedModel, TinyTFMGenerationM
             decoder_input_ids,
             decoder_attention_mask,
             input_features=input_features,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
             return_dict=True,
             **inputs,
         )
@@ -1335,6 +1356,7 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         labels: Tensor | None = None,
         input_features: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **inputs,
     ) -> SequenceClassifierOutput:
         """Scores every class; arguments not named here are `TinyTFMModel.forward`'s.
@@ -1351,7 +1373,12 @@ class TinyTFMForSequenceClassification(TinyTFMPreTrainedModel):
         if input_ids is not None and attention_mask is None:
             attention_mask = mask_of_left_padding(input_ids, self.config.pad_token_id)
         outputs = self.model(
-            input_ids, attention_mask, input_features=input_features, return_dict=True, **inputs
+            input_ids,
+            attention_mask,
+            input_features=input_features,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **inputs,
         )
         x_BLD = outputs.last_hidden_state
         real_BL = x_BLD.new_ones(x_BLD.shape[:2])
@@ -1419,6 +1446,7 @@ class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **inputs,
     ) -> CausalLMOutputWithPast:
         """Scores every next token; arguments not named here are `TinyTFMModel.forward`'s.
@@ -1443,7 +1471,9 @@ class TinyTFMForCausalLM(TinyTFMPreTrainedModel, TinyTFMGenerationMixin):
         if shift_labels is not None:
             check_labels(shift_labels, self.config.vocab_size)
             inputs["use_cache"] = inputs.get("use_cache") or False
-        outputs = self.model(input_ids, attention_mask, return_dict=True, **inputs)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **inputs
+        )
         logits_BLV = self.lm_head(outputs.last_hidden_state)
         if shift_labels is not None:
             loss = token_loss(logits_BLV, shift_labels, num_items_in_batch)

@@ -142,7 +142,7 @@ def _csv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
 
 _WITHOUT_HEADER = (
     f"A .tsv file without a header is read with data.source_column={SOURCE_COLUMN} "
-    f"data.target_column={TARGET_COLUMN} and no data.group_column"
+    f"data.target_column={TARGET_COLUMN} and no data.group_column but one of them"
 )
 
 
@@ -154,7 +154,7 @@ def _table_records(
         return
     names = [name.strip() for name in first[1]]
     missing = [column for column in columns if column not in names]
-    positions = [0, 1]
+    own = (SOURCE_COLUMN, TARGET_COLUMN)
     width: float = math.inf
     if not missing:
         positions = [names.index(column) for column in columns]
@@ -162,13 +162,14 @@ def _table_records(
         for column in columns:
             if names.count(column) > 1:
                 raise ValueError(f"{path}, line 1: {names.count(column)} columns named {column!r}")
-    elif has_header or tuple(columns) != (SOURCE_COLUMN, TARGET_COLUMN):
+    elif not has_header and tuple(columns[:2]) == own and set(columns) == set(own):
+        positions = [own.index(column) for column in columns]
+        rows = chain([first], rows)
+    else:
         raise ValueError(
             f"{path}, line 1: no column {missing[0]!r}; the line has {excerpt(', '.join(names))}"
             + ("" if has_header else f". {_WITHOUT_HEADER}")
         )
-    else:
-        rows = chain([first], rows)
     for number, row in rows:
         if len(row) > width and any(value.strip() for value in row[len(names) :]):
             raise ValueError(
@@ -182,7 +183,7 @@ def _table_records(
         else:
             raise ValueError(
                 f"{path}, line {number}: {len(row)} of {max(positions) + 1} columns found: "
-                f"{excerpt(row[0])}"
+                f"{excerpt(row[0])}; is a separator missing?"
             )
 
 

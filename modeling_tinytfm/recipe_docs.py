@@ -22,7 +22,8 @@ EXAMPLES = """\
 examples:
   train.py                                               learn to reverse digits, in minutes
   train.py configs/pairs.yaml data.train_file=pairs.tsv  learn from your own pairs
-  train.py configs/pairs.yaml data.train_file=pairs.tsv model.d_model=128 training.max_steps=2000
+  train.py configs/pairs.yaml data.train_file=pairs.tsv model.d_model=128 training.max_steps=4000 \\
+    training.warmup_steps=800 training.eval_steps=400 training.save_steps=400
   train.py configs/pairs.yaml data.train_file=pairs.tsv training.resume_from_checkpoint=true
   accelerate launch --config_file configs/accelerate/ddp.yaml --num_processes 8 \\
     scripts/train.py configs/pairs.yaml data.train_file=pairs.tsv

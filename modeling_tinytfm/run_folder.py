@@ -178,22 +178,26 @@ def digest(rows: Dataset) -> str:
     return found.hexdigest()
 
 
-def check_data(folder: Path, digests: Mapping[str, str]) -> None:
-    """Refuses to go on with a run whose data have changed since it was begun.
+def check_data(run: Path, digests: Mapping[str, str], instead: str) -> None:
+    """Refuses to go on with a run, or to score it, where its data have changed since it was begun.
+
+    Args:
+        run: The folder of the run.
+        digests: `digest` of the splits that are at hand.
+        instead: What a user may do who cannot bring the data back.
 
     Raises:
         ValueError: With the names of the splits.
     """
     try:
-        before = json.loads((folder / DATA_FILE).read_text(encoding="utf-8"))
+        before = json.loads((run / DATA_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return  # of an earlier version, or killed while it was written
     changed = [split for split, value in digests.items() if before.get(split, value) != value]
     if changed:
         raise ValueError(
-            f"training.output_dir={folder}: the rows of {' and '.join(changed)} are not those with "
-            "which this run was begun: bring them back, or training.overwrite=true moves it aside "
-            "and starts anew"
+            f"the rows of {' and '.join(changed)} are not those with which the run in {run} was "
+            f"begun: bring them back, or {instead}"
         )
 
 

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -14,6 +14,7 @@ from .loading import load_model
 from .machine import device_arguments
 from .metrics import check_metrics
 from .recipes import RECIPE_FILE, Recipe, load_recipe
+from .run_folder import check_data, digest
 from .settings import (
     TEXT_METRICS,
     DataSettings,
@@ -47,7 +48,7 @@ def score_model(
         the split, or `file`.
 
     Raises:
-        ValueError: If a name or the data are unusable.
+        ValueError: If a name or the data are unusable, or the split is not the run's any more.
         OSError: If the folder holds no run, or the file cannot be read.
     """
     if num_beams is not None and num_beams < 1:
@@ -66,7 +67,12 @@ def score_model(
     for option, value in (("metrics", metrics), ("num_beams", num_beams)):
         if value is not None and recipe.task != "seq2seq":
             raise ValueError(f"{option}={value!r} means nothing to task={recipe.task}")
-    rows = task.read()[0][split] if file is None else task.read_file(file)
+    if file is None:
+        rows = task.read()[0][split]
+        instead = "score other pairs by file=... (evaluate_model.py: --file)"
+        check_data(cast(Path, kept).parent, {split: digest(rows)}, instead)
+    else:
+        rows = task.read_file(file)
     prefix = split if file is None else "file"
     task.adopt(model.config)
     encoded, _ = task.encode(rows, tokenizer, training=False)

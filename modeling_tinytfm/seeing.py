@@ -169,7 +169,7 @@ def check_length(side: str, length: int, layers: Sequence[int] | None) -> None:
     if length > MOST_TOKENS and layers is None:
         raise ValueError(
             f"the {side} has {length} tokens, and a page shows at most {MOST_TOKENS} with all "
-            "layers: shorten it, or choose some with layers=[...] (see.py: --layers 1 6)"
+            "layers: shorten it, or choose some with layers=[...] (see.py: --layers 1 2)"
         )
 
 

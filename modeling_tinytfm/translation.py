@@ -178,7 +178,7 @@ def translate_n_best(
         for row in range(len(sources))
     ]
     longest = max(map(len, [*sources, *(begun or [])]), default=0)
-    generation = with_output_limit(model, generation, longest)
+    given, generation = generation, with_output_limit(model, generation, longest)
     if begun is not None:
         _check_room(begun, output_limit(model, generation), first_line)
     with progress_bar("Translating", len(rows), show_progress) as progress:
@@ -197,7 +197,24 @@ def translate_n_best(
                 for rank in range(n_best):
                     _align(model, sources, outputs, chosen, rank, alignments)
             progress.update(len(chosen))
+    if not {"max_new_tokens", "max_length"} & {name for name, value in given.items() if value}:
+        _warn_of_cut_outputs(outputs, output_limit(model, generation), first_line)
     return outputs
+
+
+def _warn_of_cut_outputs(
+    outputs: Sequence[Sequence[Hypothesis]], limit: int, first_line: int
+) -> None:
+    """Warns once where the best outputs ended at the limit, which nobody asked for."""
+    cut = [row for row, best in enumerate(outputs) if len(best[0].tokens) >= limit]
+    if cut:
+        logger.warning(
+            "line %d: the output was cut at %d tokens, before its end%s: raise max_new_tokens, or "
+            "give shorter lines",
+            first_line + cut[0],
+            limit,
+            f" (and those of {len(cut) - 1} more lines)" if len(cut) > 1 else "",
+        )
 
 
 def _check_room(prefixes: Sequence[Sequence[int]], limit: int, first_line: int) -> None:
@@ -256,17 +273,17 @@ def same_vocabulary(tokenizers: Sequence[Any]) -> Any:
 
 
 def _warn_of_unknown(tokenizer: Any, sources: Sequence[Sequence[int]], first_line: int) -> None:
-    """Warns once where most of a line's tokens are unknown."""
-    unknown = [
-        row
-        for row, ids in enumerate(sources)
-        if 2 * ids.count(tokenizer.unk_token_id) > len(ids) - 1
-    ]
+    """Warns once of unknown tokens, by the line of which they are the largest share."""
+    counts = {row: ids.count(tokenizer.unk_token_id) for row, ids in enumerate(sources)}
+    unknown = [row for row, count in counts.items() if count]
     if unknown:
+        worst = max(unknown, key=lambda row: counts[row] / len(sources[row]))
         logger.warning(
-            "line %d: the model's vocabulary does not know most of it%s",
-            first_line + unknown[0],
-            f" (nor of {len(unknown) - 1} more lines)" if len(unknown) > 1 else "",
+            "line %d: the model's vocabulary does not know %d of its %d tokens%s",
+            first_line + worst,
+            counts[worst],
+            len(sources[worst]) - 1,
+            f" (and some of {len(unknown) - 1} more lines)" if len(unknown) > 1 else "",
         )
 
 

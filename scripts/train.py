@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # below the progress bar
-        return report("stopped; training.resume_from_checkpoint=true continues this run", 130)
+        return report(f"stopped; {experiment.how_to_go_on()}", 130)
     return 0
 
 

@@ -447,13 +447,29 @@ def test_too_few_pairs_to_hold_out(tmp_path, rows):
     assert {len(dataset) for dataset in given.values()} == {len(rows)}
 
 
+@pytest.mark.parametrize("header", ["", "source\ttarget\n"])
+def test_targets_that_training_has_seen_are_counted_or_kept_together(tmp_path, header):
+    rows = [(f"dialect {n}", f"standard {n % 200}") for n in range(400)]
+    path = write(tmp_path / "a.tsv", header + "".join(f"{s}\t{t}\n" for s, t in rows))
+    splits, report = load_pairs({"train": path})
+    for split in ("validation", "test"):
+        seen = sum(target in splits["train"]["target"] for target in splits[split]["target"])
+        assert report[split].targets_in_training == seen > 0
+        assert f"{seen} with a target that also stands in training" in str(report[split])
+    splits, report = load_pairs({"train": path}, group_column="target")
+    assert [report[split].targets_in_training for split in ("validation", "test")] == [0, 0]
+    assert sum(map(len, splits.values())) == 400
+
+
 def test_given_splits_stay_as_they_are_and_shared_sources_are_reported(tmp_path):
     rows = [(f"s{n}", f"t{n}") for n in range(400)]
     train = pairs_file(tmp_path / "train.tsv", rows)
     test = pairs_file(tmp_path / "test.tsv", [*rows[:300], ("new", "t")])
     splits, report = load_pairs({"train": train, "test": test})
     assert split_rows(splits)["test"] == [*rows[:300], ("new", "t")]
-    assert report["test"] == SplitReport(pairs=301, sources_in_training=300)
+    assert report["test"] == SplitReport(
+        pairs=301, sources_in_training=300, targets_in_training=300
+    )
     assert "300 with a source that also stands in training" in str(report["test"])
     # What is held out for validation shares no source with the given test file.
     assert len(splits["validation"]) == 20

@@ -776,10 +776,36 @@ def test_a_run_goes_on_with_its_own_data_alone(recipe, said):
     pairs = Path("pairs.tsv").read_text()
     write_pairs(Path("pairs.tsv"), 70)
     resumed = recipe("training.resume_from_checkpoint=true")
-    with pytest.raises(ValueError, match="the rows of train and validation and test are not those"):
+    changed = "the rows of train and validation and test are not those"
+    with pytest.raises(ValueError, match=rf"{changed}.*training\.overwrite=true"):
         run_recipe(resumed)
+    checkpoint = "outputs/tiny/checkpoint-2"
+    elsewhere = recipe(
+        "training.output_dir=elsewhere", f"training.resume_from_checkpoint={checkpoint}"
+    )
+    with pytest.raises(ValueError, match=rf"{changed}.*model\.from_pretrained=.*{checkpoint}"):
+        run_recipe(elsewhere)
+    assert not Path("elsewhere/recipe.yaml").exists()
+    for folder in ("outputs/tiny", checkpoint):
+        with pytest.raises(ValueError, match=r"the rows of test are not those.*--file"):
+            score_model(folder)
+    assert "file_loss" in score_model("outputs/tiny", file="pairs.tsv")
     Path("pairs.tsv").write_text(pairs)
     run_recipe(resumed, said.append)
+
+
+def test_an_interrupt_tells_what_is_kept(recipe, finished):
+    continues = "training.resume_from_checkpoint=true continues this run from"
+    fresh = prepare(recipe("training.output_dir=fresh"))
+    assert "before its first checkpoint" in fresh.how_to_go_on()
+    named = f"training.resume_from_checkpoint={finished}/checkpoint-2"
+    begun = prepare(recipe("training.output_dir=begun", named))
+    assert begun.how_to_go_on() == f"{continues} {finished}/checkpoint-2"
+    (finished / "all_results.json").unlink()
+    again = prepare(recipe("training.resume_from_checkpoint=true"))
+    assert again.how_to_go_on() == f"{continues} {finished}/checkpoint-4"
+    (finished / "checkpoint-4" / "trainer_state.json").unlink()  # killed while it was written
+    assert again.how_to_go_on() == f"{continues} {finished}/checkpoint-2"
 
 
 def test_a_full_disk_is_told(recipe, monkeypatch):

@@ -949,6 +949,17 @@ def test_a_prompt_read_in_chunks():
     assert model.generate(ids, max_new_tokens=6, prefill_chunk_size=2).tolist() == expected.tolist()
 
 
+def test_a_prompt_of_the_target_is_read_as_a_whole():
+    model, batch = talkative("encoder-decoder"), prompts("encoder-decoder")
+    rows = len(batch["attention_mask"])
+    start = torch.full((rows, 1), model.config.decoder_start_token_id)
+    begun = torch.cat((start, token_ids(rows, 4, vocab_size=20)), dim=1)
+    options = {"decoder_input_ids": begun, "max_new_tokens": 6}
+    expected = model.generate(**batch, **options)
+    found = model.generate(**batch, **options, prefill_chunk_size=2)
+    assert found.tolist() == expected.tolist()
+
+
 def test_a_decoder_starts_from_its_bos_token_alone():
     model = talkative("decoder")
     expected = greedy(model, torch.tensor([[model.config.bos_token_id]]), 6)

@@ -229,6 +229,37 @@ def test_b08_position_table_in_another_type(saved, wanted, tmp_path):
         assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_b08_a_model_built_without_memory_has_its_position_table(assign):
+    model = tiny_model()
+    with torch.device("meta"):
+        empty = TinyTFMForConditionalGeneration(model.config)
+    fill_memory()
+    if not assign:
+        empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict(), assign=assign)
+    assert torch.equal(output(empty.eval()), output(model))
+
+
+def test_b08_a_model_that_was_smaller_for_a_while_has_its_position_table():
+    model = tiny_model()
+    fresh = SinusoidalPositions(tiny_config()).table
+    model.bfloat16().float()
+    for stack in (model.model.encoder, model.model.decoder):
+        assert torch.equal(stack.embed_positions.table, fresh)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_b14_the_stock_trainer_keeps_embeddings(head, tmp_path):
+    changes = HEADS[head][1]
+    model = head(tiny_config(**changes))
+    names = {"inputs_embeds", *["decoder_inputs_embeds"] * changes["is_encoder_decoder"]}
+    rows = {name: [[[0.0] * 32]] for name in names} | {"labels": [[3]], "other": [0]}
+    trainer = trainer_of(model, tmp_path)
+    kept = trainer._remove_unused_columns(Dataset.from_dict(rows), "training")
+    assert set(kept.column_names) == names | {"labels"}
+
+
 def test_parts_of_a_split_checkpoint_come_together(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path, max_shard_size="30KB")

@@ -126,6 +126,22 @@ def test_scores_are_log_probabilities_by_length(reverser, digits, n_best, length
             assert score == pytest.approx(total / len(target) ** length_penalty, abs=1e-4)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_scores_end_where_the_call_says(reverser, digits, do_sample):
+    lines, ends = random_lines(6), [2, *range(8, 13)]
+    torch.manual_seed(0)
+    outputs = translate_n_best(
+        reverser, digits, lines, 1, eos_token_id=ends, do_sample=do_sample, max_new_tokens=20
+    )
+    assert len({len(best.tokens) for (best,) in outputs}) > 1
+    for line, (best,) in zip(lines, outputs, strict=True):
+        assert not set(best.tokens) & set(ends)
+        source = digits(line)["input_ids"]
+        totals = [total_log_probability(reverser, source, [*best.tokens, end]) for end in ends]
+        length = len(best.tokens) + 1
+        assert any(best.score == pytest.approx(total / length, abs=1e-4) for total in totals)
+
+
 def test_the_beam_is_as_wide_as_the_list(reverser, digits):
     lines = random_lines(5)
     narrow = translate_n_best(reverser, digits, lines, 4, max_new_tokens=14)
@@ -250,12 +266,27 @@ def test_where_nothing_limits_outputs_a_prefix_has_room():
 
 
 def test_lines_of_unknown_tokens_are_told_once(reverser, digits, caplog):
-    translate(reverser, digits, ["1 x", "2"])
+    translate(reverser, digits, ["1", "2"])
     assert caplog.records == []
-    translate_n_best(reverser, digits, ["1 2", "x y 1", "", "z"], 1, first_line=101)
+    translate_n_best(reverser, digits, ["1 2", "1 2 x", "x y 1", ""], 1, first_line=101)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "line 102: the model's vocabulary does not know most of it (nor of 1 more lines)"
+        "line 103: the model's vocabulary does not know 2 of its 3 tokens (and some of 1 more "
+        "lines)"
+    )
+
+
+def test_outputs_that_were_cut_are_told_once(reverser, digits, caplog):
+    lines = ["1 2", "1 2 3 4 5 6", "", "6 5 4 3 2 1"]
+    translate(reverser, digits, lines, max_new_tokens=3)  # as was asked for
+    assert caplog.records == []
+    model, tokenizer = without_end()
+    model.generation_config.max_new_tokens = 5
+    translate_n_best(model, tokenizer, ["", "a", "a b", "a"], 1, first_line=101)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "line 102: the output was cut at 5 tokens, before its end (and those of 2 more lines): "
+        "raise max_new_tokens, or give shorter lines"
     )
 
 
