@@ -208,7 +208,7 @@ def test_b29_fewer_rows_than_ranks_is_refused():
 
 def test_sampler_refuses_what_it_cannot_do():
     lengths = (np.array([5, 60, 7]), np.array([5, 50, 7]))
-    with pytest.raises(ValueError, match=r"max_tokens=100.*row 1: 60 source and 50 target"):
+    with pytest.raises(ValueError, match=r"max_tokens=100.*longest row: 60 source and 50 target"):
         PairBatchSampler(*lengths, max_tokens=100)
     with pytest.raises(ValueError, match="one row, and 3 rows do not divide by 2"):
         PairBatchSampler(np.full(3, 50), np.full(3, 50), max_tokens=100, num_replicas=2)
