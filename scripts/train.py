@@ -49,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error, 2)
     except KeyboardInterrupt:
         return report("stopped before training began", 130)
+    if not isinstance(experiment, Experiment):  # its folder holds the finished run
+        return 0
     try:
-        if isinstance(experiment, Experiment):
-            experiment.run()
+        experiment.run()
     except (NonFiniteLossError, OSError) as error:
         return report(error, 1)
     except KeyboardInterrupt:
