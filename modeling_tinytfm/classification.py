@@ -155,6 +155,7 @@ class Classification(Task):
             target_column=data.label_column,
             group_column=data.group_column,
             max_train_samples=data.max_train_samples,
+            count_targets=False,
         )
         splits = DatasetDict({split: _stripped(rows) for split, rows in splits.items()})
         if data.group_column is None:

@@ -74,7 +74,7 @@ class SplitReport:
 
     Every row of the split's file is counted once, in `pairs`, `empty_side`, `held_out`,
     `over_max_train_samples`, `merged`, `source_too_long` or `target_too_long`; the other
-    fields describe rows that were kept.
+    fields describe rows that were kept, those of what also stands in training before merging.
     """
 
     pairs: int = _count("{:,} {rows}")
@@ -295,6 +295,7 @@ def load_pairs(
     group_column: str | None = None,
     max_train_samples: int | None = None,
     merge_references: bool = False,
+    count_targets: bool = True,
 ) -> tuple[DatasetDict, Report]:
     r"""Reads pairs of texts and splits them.
 
@@ -316,6 +317,7 @@ def load_pairs(
             a value belong to no group.
         max_train_samples: training keeps the first so many pairs, after splitting.
         merge_references: in validation and test, rows of equal source become one row.
+        count_targets: whether the report counts targets that also stand in training.
 
     Returns:
         The splits, with string columns `source` and `target`, in validation and test also
@@ -347,10 +349,6 @@ def load_pairs(
     keys = {split: _column(table, "source_key")[rows[split]] for split, table in tables.items()}
     given = [split for split in ("validation", "test") if split in files]
     missing = [split for split in ("test", "validation") if split not in files]
-    if "train" in files:
-        for split in given:
-            shared = int(np.isin(keys[split], keys["train"]).sum())
-            report[split] = replace(report[split], sources_in_training=shared)
     if "train" in files and missing:
         group_keys = _column(tables["train"], "group_key")[rows["train"]]
         given_keys = np.concatenate([np.empty(0, np.int64), *(keys[split] for split in given)])
@@ -369,12 +367,13 @@ def load_pairs(
 
     splits = DatasetDict()
     for split in sorted(tables, key=["train", "validation", "test"].index):
-        if split != "train" and "train" in tables:
-            targets, others = (
-                _column(tables[name], "target_key")[rows[name]] for name in (split, "train")
-            )
-            repeated = int(np.isin(targets, others).sum())
-            report[split] = replace(report[split], targets_in_training=repeated)
+        for side in ("source", "target") if count_targets else ("source",):
+            if split != "train" and "train" in tables:
+                own, others = (
+                    _column(tables[name], f"{side}_key")[rows[name]] for name in (split, "train")
+                )
+                seen: dict[str, Any] = {f"{side}s_in_training": int(np.isin(own, others).sum())}
+                report[split] = replace(report[split], **seen)
         dataset = tables[split].select(rows[split]).select_columns(["source", "target"])
         if split != "train":
             dataset = _add_references(dataset, merge_references)
@@ -506,8 +505,8 @@ def _encode_batch(
         encoded[column], encoded[flag] = rows, too_long
     unknown = tokenizer.unk_token_id
     encoded["unknown"] = [
-        unknown in source or unknown in target
-        for source, target in zip(source_ids, target_ids, strict=True)
+        unknown in source[:-1] or unknown in target[:-1]
+        for source, target in zip(encoded["input_ids"], encoded["labels"], strict=True)
     ]
     return encoded
 

@@ -25,7 +25,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import speed_metrics
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import SaveStrategy, speed_metrics
 
 from .checkpoints import (
     average_checkpoints,
@@ -189,7 +190,7 @@ def prepare(recipe: Recipe, say: Say = logger.info) -> "Experiment | dict[str, f
                 instead = "training.overwrite=true moves it aside and starts anew"
                 if not own:
                     instead = f"model.from_pretrained={found} trains its model on, as a new run"
-                check_data(folder if own else run, digests, instead)
+                check_data(run, digests, instead)
             claim_folder(recipe, folder, tokenizer, say)
             write_json(digests, folder / DATA_FILE)
     experiment.checkpoint = from_main_process(found)
@@ -271,13 +272,17 @@ class EarlyStopping(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stops where the best evaluation lies `patience` evaluations back."""
+        if self.has_ended(args, state):
+            control.should_training_stop = True
+
+    def has_ended(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Whether a run of this log is at its end."""
         name = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
         sign = -1 if args.greater_is_better else 1
         # By update: a run that is resumed may evaluate once more where it had been stopped.
         found = {entry["step"]: sign * entry[name] for entry in state.log_history if name in entry}
         values = list(found.values())
-        if values and len(values) - 1 - values.index(min(values)) >= self.patience:
-            control.should_training_stop = True
+        return bool(values) and len(values) - 1 - values.index(min(values)) >= self.patience
 
 
 @dataclass
@@ -392,11 +397,19 @@ class Experiment:
 
     def how_to_go_on(self) -> str:
         """What to do after an interrupt, or what is lost by it."""
-        complete = [path for path in checkpoints(self.folder) if what_is_missing(path) is None]
-        last = complete[-1] if complete else self.checkpoint
-        if last is None:
-            return "before its first checkpoint (training.save_steps): nothing of this run is kept"
-        return f"training.resume_from_checkpoint=true continues this run from {last}"
+        last, processes = self.checkpoint, self.trainer.args.world_size
+        for path in checkpoints(self.folder):
+            sharded = self.trainer.is_fsdp_enabled
+            if what_is_missing(path, processes, sharded=sharded) is None:
+                last = str(path)
+        if last is not None:
+            return f"training.resume_from_checkpoint=true continues this run from {last}"
+        if (self.folder / "model.safetensors").is_file():
+            return f"{self.folder} holds the trained model, without its scores"
+        return (
+            "there is no checkpoint to continue from (training.save_strategy="
+            f"{SaveStrategy(self.trainer.args.save_strategy).value}): this run would begin anew"
+        )
 
     def plan(self) -> str:
         """What is going to be done, in lines that a person can check."""
@@ -454,10 +467,20 @@ class Experiment:
         if (memory := allocator(arguments)) is not None:
             rows.append(("allocator", memory))
         if self.checkpoint is not None:
-            rows.append(("resumed from", self.checkpoint))
+            rows.append(("resumed from", self.checkpoint + self._why_no_further()))
         elif recipe.training.resume_from_checkpoint:
             rows.append(("resumed from", "nothing: there is no complete checkpoint"))
         return "\n".join(f"{name + ':':14}{text}" for name, text in rows)
+
+    def _why_no_further(self) -> str:
+        """What to tell of a checkpoint at which early stopping has ended a run; or nothing."""
+        patience = self.recipe.training.early_stopping_patience
+        if self.checkpoint is None or patience is None:
+            return ""
+        state = TrainerState.load_from_json(str(Path(self.checkpoint) / TRAINER_STATE_NAME))
+        if not EarlyStopping(patience).has_ended(self.trainer.args, state):
+            return ""
+        return "; early stopping ended it there, and a larger early_stopping_patience trains on"
 
     def _schedule(self, updates: int) -> str:
         """The learning rate over a run, and what of it the run is too short for."""

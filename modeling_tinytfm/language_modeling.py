@@ -285,5 +285,6 @@ def load_texts(
         target_column=column,
         group_column=group_column,
         max_train_samples=max_train_samples,
+        count_targets=False,
     )
     return splits.select_columns("source"), report

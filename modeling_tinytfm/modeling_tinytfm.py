@@ -404,11 +404,13 @@ class SinusoidalPositions(nn.Module):
             self.fill()
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Of load_state_dict(assign=True), which leaves this tensor alone on the meta device."""
-        super()._load_from_state_dict(*args)
-        if self.table.is_meta:
-            self.table = torch.empty_like(self.table, device=torch.get_default_device())
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """Of load_state_dict(assign=True), after which only the table is still on "meta"."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self.table.is_meta and local_metadata.get("assign_to_params_buffers"):
+            self.table = torch.empty_like(self.table, device="cpu")
             self.fill()
 
     def forward(self, positions: Tensor, length: int) -> Tensor:
@@ -1257,9 +1259,11 @@ class TinyTFMGenerationMixin(GenerationMixin):
                 # generate() gives the encoder what forward() would look at.
                 mask = mask_of_left_padding(ids, self.config.pad_token_id)
                 kwargs |= {} if mask is None else {"attention_mask": mask}
-        if self.config.is_encoder_decoder:
+        settings = given(kwargs.get("generation_config"), model.generation_config)
+        chunk_size = kwargs.get("prefill_chunk_size", getattr(settings, "prefill_chunk_size", None))
+        if self.config.is_encoder_decoder and chunk_size is not None:
             # Only to save memory; with the target's prompt, it would cut the source's mask up, too.
-            kwargs.pop("prefill_chunk_size", None)
+            kwargs["prefill_chunk_size"] = None
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:

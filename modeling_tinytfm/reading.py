@@ -142,7 +142,7 @@ def _csv_rows(path: str) -> Iterator[tuple[int, list[str]]]:
 
 _WITHOUT_HEADER = (
     f"A .tsv file without a header is read with data.source_column={SOURCE_COLUMN} "
-    f"data.target_column={TARGET_COLUMN} and no data.group_column but one of them"
+    f"data.target_column={TARGET_COLUMN} and a data.group_column, if any, of these"
 )
 
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from .checkpoints import last_complete_checkpoint, what_is_missing
+from .checkpoints import checkpoints, last_complete_checkpoint, what_is_missing
 from .recipes import RECIPE_FILE, Recipe, load_recipe
 from .tokenization import TOKENIZER_FILES, save_tokenizer
 
@@ -22,6 +22,12 @@ RUN_FILE = "run.json"
 DATA_FILE = "data.json"  # a hash of each split, by which a run that goes on knows its data
 RESULTS_FILE = "all_results.json"  # written last: a folder that holds it is a finished run
 Say = Callable[[str], None]
+
+_LENGTH_OF_A_RUN = {
+    "training.max_steps",
+    "training.num_train_epochs",
+    "training.early_stopping_patience",
+}
 
 
 def check_folder(recipe: Recipe, folder: Path) -> dict[str, float] | None:
@@ -57,7 +63,7 @@ def check_folder(recipe: Recipe, folder: Path) -> dict[str, float] | None:
     differences = recipe.differences(load_recipe(kept))
     if differences:
         advice = "choose another folder, or training.overwrite=true moves it aside"
-        if set(differences) <= {"training.max_steps", "training.num_train_epochs"}:
+        if set(differences) <= _LENGTH_OF_A_RUN and checkpoints(folder):
             advice += (
                 "; to train this run longer, choose another folder and "
                 f"training.resume_from_checkpoint={folder / 'checkpoint-N'}"

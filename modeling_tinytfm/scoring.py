@@ -69,7 +69,7 @@ def score_model(
             raise ValueError(f"{option}={value!r} means nothing to task={recipe.task}")
     if file is None:
         rows = task.read()[0][split]
-        instead = "score other pairs by file=... (evaluate_model.py: --file)"
+        instead = f"score other {task.rows} by file=... (evaluate_model.py: --file)"
         check_data(cast(Path, kept).parent, {split: digest(rows)}, instead)
     else:
         rows = task.read_file(file)

@@ -198,14 +198,17 @@ def translate_n_best(
                     _align(model, sources, outputs, chosen, rank, alignments)
             progress.update(len(chosen))
     if not {"max_new_tokens", "max_length"} & {name for name, value in given.items() if value}:
-        _warn_of_cut_outputs(outputs, output_limit(model, generation), first_line)
+        limit = output_limit(model, generation)
+        # Some models, such as Marian's, write the end token last whether they have ended or not.
+        forced = getattr(model.generation_config, "forced_eos_token_id", None) is not None
+        _warn_of_cut_outputs(outputs, limit - forced, first_line)
     return outputs
 
 
 def _warn_of_cut_outputs(
     outputs: Sequence[Sequence[Hypothesis]], limit: int, first_line: int
 ) -> None:
-    """Warns once where the best outputs ended at the limit, which nobody asked for."""
+    """Warns once where the best outputs ended at a limit that the call did not ask for."""
     cut = [row for row, best in enumerate(outputs) if len(best[0].tokens) >= limit]
     if cut:
         logger.warning(
@@ -213,7 +216,7 @@ def _warn_of_cut_outputs(
             "give shorter lines",
             first_line + cut[0],
             limit,
-            f" (and those of {len(cut) - 1} more lines)" if len(cut) > 1 else "",
+            f" (so were others: {len(cut) - 1})" if len(cut) > 1 else "",
         )
 
 
@@ -274,16 +277,17 @@ def same_vocabulary(tokenizers: Sequence[Any]) -> Any:
 
 def _warn_of_unknown(tokenizer: Any, sources: Sequence[Sequence[int]], first_line: int) -> None:
     """Warns once of unknown tokens, by the line of which they are the largest share."""
-    counts = {row: ids.count(tokenizer.unk_token_id) for row, ids in enumerate(sources)}
-    unknown = [row for row, count in counts.items() if count]
+    texts = [ids[:-1] for ids in sources]  # without </s>
+    counts = [ids.count(tokenizer.unk_token_id) for ids in texts]
+    unknown = [row for row, count in enumerate(counts) if count]
     if unknown:
-        worst = max(unknown, key=lambda row: counts[row] / len(sources[row]))
+        worst = max(unknown, key=lambda row: counts[row] / len(texts[row]))
         logger.warning(
             "line %d: the model's vocabulary does not know %d of its %d tokens%s",
             first_line + worst,
             counts[worst],
-            len(sources[worst]) - 1,
-            f" (and some of {len(unknown) - 1} more lines)" if len(unknown) > 1 else "",
+            len(texts[worst]),
+            f" (other lines with unknown tokens: {len(unknown) - 1})" if len(unknown) > 1 else "",
         )
 
 

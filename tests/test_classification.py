@@ -245,6 +245,7 @@ def test_a_split_whose_classes_are_secret_is_held_out_of_training(tmp_path, capl
     Dataset.from_list(secret, features=features).to_parquet(folder / "test.parquet")
     prepared = prepare(recipe({"dataset_name": str(folder)}))
     assert f"the test split of {folder} has no labels" in caplog.text
+    assert "target that also stands" not in prepared.plan()  # all classes do
     assert prepared.reports["train"].held_out == len(prepared.sets["validation"]) + len(
         prepared.sets["test"]
     )

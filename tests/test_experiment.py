@@ -797,15 +797,35 @@ def test_a_run_goes_on_with_its_own_data_alone(recipe, said):
 def test_an_interrupt_tells_what_is_kept(recipe, finished):
     continues = "training.resume_from_checkpoint=true continues this run from"
     fresh = prepare(recipe("training.output_dir=fresh"))
-    assert "before its first checkpoint" in fresh.how_to_go_on()
+    assert "no checkpoint to continue from (training.save_strategy=steps)" in fresh.how_to_go_on()
+    Path("fresh/model.safetensors").touch()
+    assert fresh.how_to_go_on() == "fresh holds the trained model, without its scores"
     named = f"training.resume_from_checkpoint={finished}/checkpoint-2"
     begun = prepare(recipe("training.output_dir=begun", named))
     assert begun.how_to_go_on() == f"{continues} {finished}/checkpoint-2"
     (finished / "all_results.json").unlink()
     again = prepare(recipe("training.resume_from_checkpoint=true"))
     assert again.how_to_go_on() == f"{continues} {finished}/checkpoint-4"
-    (finished / "checkpoint-4" / "trainer_state.json").unlink()  # killed while it was written
+    # Killed while it was written, or a checkpoint of the model alone.
+    (finished / "checkpoint-4" / "optimizer.pt").unlink()
     assert again.how_to_go_on() == f"{continues} {finished}/checkpoint-2"
+
+
+def test_a_run_that_stopped_early_says_why_it_trains_no_longer(recipe, said):
+    stopping = ["training.metric_for_best_model=loss", "training.learning_rate=0"]
+    run_recipe(recipe(*stopping, "training.early_stopping_patience=1", "training.max_steps=8"))
+    assert not Path("outputs/tiny/checkpoint-6").exists()
+    longer = ["training.max_steps=8", "training.early_stopping_patience=5"]
+    with pytest.raises(ValueError, match="train this run longer"):
+        run_recipe(recipe(*stopping, *longer))
+    checkpoint = "training.resume_from_checkpoint=outputs/tiny/checkpoint-4"
+    for patience, ended in ((1, True), (5, False)):
+        longer = [f"training.early_stopping_patience={patience}", "training.max_steps=8"]
+        longer.append(f"training.output_dir=longer{patience}")
+        run_recipe(recipe(*stopping, *longer, checkpoint), said.append)
+        assert any("a larger early_stopping_patience trains on" in text for text in said) == ended
+        assert Path(f"longer{patience}/checkpoint-8").exists() != ended
+        said.clear()
 
 
 def test_a_full_disk_is_told(recipe, monkeypatch):

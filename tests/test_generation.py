@@ -956,8 +956,13 @@ def test_a_prompt_of_the_target_is_read_as_a_whole():
     begun = torch.cat((start, token_ids(rows, 4, vocab_size=20)), dim=1)
     options = {"decoder_input_ids": begun, "max_new_tokens": 6}
     expected = model.generate(**batch, **options)
-    found = model.generate(**batch, **options, prefill_chunk_size=2)
-    assert found.tolist() == expected.tolist()
+    assert model.generate(**batch, **options, prefill_chunk_size=2).tolist() == expected.tolist()
+    model.generation_config.prefill_chunk_size = 2
+    assert model.generate(**batch, **options).tolist() == expected.tolist()
+    del options["decoder_input_ids"]
+    found = model.generate(**batch, **options)
+    model.generation_config.prefill_chunk_size = None
+    assert found.tolist() == model.generate(**batch, **options).tolist()
 
 
 def test_a_decoder_starts_from_its_bos_token_alone():

@@ -127,6 +127,7 @@ def test_every_token_is_predicted_once_however_texts_are_cut(limit):
         assert prepared.reports[split].blocks == len(blocks)
     assert sum(prepared.sets["test"]["characters"]) == len("5 6 7 8 9 5 6 7 8 9") + 1
     assert "2 texts; cut into" in prepared.plan()
+    assert "target that also stands" not in prepared.plan()
 
 
 def test_smoothing_shifts_labels_as_the_model_does():

@@ -855,7 +855,7 @@ def test_unknown_text_is_told_by_the_number_of_its_line(
     run = (monkeypatch, capsysbinary, reverser_folder)
     assert run_translate(*run, stdin=b"1\n2\n3\nthis is not\n4\n")[0] == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "line 4: the model's vocabulary does not know "
+        "line 4: the model's vocabulary does not know 3 of its 3 tokens"
     ]
 
 

@@ -268,11 +268,11 @@ def test_where_nothing_limits_outputs_a_prefix_has_room():
 def test_lines_of_unknown_tokens_are_told_once(reverser, digits, caplog):
     translate(reverser, digits, ["1", "2"])
     assert caplog.records == []
-    translate_n_best(reverser, digits, ["1 2", "1 2 x", "x y 1", ""], 1, first_line=101)
+    translate_n_best(reverser, digits, ["1 2", "x y z 1", "x", ""], 1, first_line=101)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "line 103: the model's vocabulary does not know 2 of its 3 tokens (and some of 1 more "
-        "lines)"
+        "line 103: the model's vocabulary does not know 1 of its 1 tokens (other lines with "
+        "unknown tokens: 1)"
     )
 
 
@@ -282,12 +282,15 @@ def test_outputs_that_were_cut_are_told_once(reverser, digits, caplog):
     assert caplog.records == []
     model, tokenizer = without_end()
     model.generation_config.max_new_tokens = 5
-    translate_n_best(model, tokenizer, ["", "a", "a b", "a"], 1, first_line=101)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "line 102: the output was cut at 5 tokens, before its end (and those of 2 more lines): "
-        "raise max_new_tokens, or give shorter lines"
-    )
+    for forced, length in ((None, 5), (tokenizer.eos_token_id, 4)):
+        model.generation_config.forced_eos_token_id = forced
+        caplog.clear()
+        translate_n_best(model, tokenizer, ["", "a", "a b", "a"], 1, first_line=101)
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            f"line 102: the output was cut at {length} tokens, before its end (so were others: 2): "
+            "raise max_new_tokens, or give shorter lines"
+        )
 
 
 def test_tokenizers_that_differ_are_told_by_name(digits, tmp_path):
