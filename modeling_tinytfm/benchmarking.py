@@ -317,11 +317,15 @@ def common_share(step: Step) -> float:
     with torch.profiler.profile(activities=kinds) as profile:
         step()
     on_cuda = len(kinds) > 1
+    events = profile.key_averages()
     times = {
         event.key: event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        for event in profile.key_averages()
+        for event in events
     }
     common = sum(times.get(name, 0) for name in (*COMMON_OPERATIONS, "aten::_fused_adamw_"))
+    if on_cuda:  # an operation has the time of its kernels, which are events of their own
+        device = torch.autograd.DeviceType.CUDA
+        return common / sum(times[event.key] for event in events if event.device_type == device)
     return common / sum(times.values())
 
 

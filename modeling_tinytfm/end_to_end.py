@@ -81,6 +81,7 @@ def training_speed(
     updates: int,
     rounds: int,
     bf16: Sequence[bool] = (False, True),
+    use_cpu: bool = True,
     joeynmt: bool = False,
 ) -> list[Timing]:
     """Seconds a real target token, end to end: whole Trainers in turns, each from the start.
@@ -97,6 +98,7 @@ def training_speed(
         updates: Of each turn, above 4.
         rounds: Turns of each.
         bf16: TinyTFM's precisions.
+        use_cpu: Whether a GPU is left alone.
         joeynmt: Whether JoeyNMT takes part.
     """
     model = size.model()
@@ -113,7 +115,7 @@ def training_speed(
                 logging_strategy="no",
                 disable_tqdm=True,
                 report_to=[],
-                use_cpu=not torch.cuda.is_available(),
+                use_cpu=use_cpu,
                 **changes,
             )
 
@@ -135,13 +137,17 @@ def training_speed(
                 )
             )
             if joeynmt:
-                turn[JOEYNMT] = _joeynmt_speed(rows, size, max_tokens // 2, updates, Path(folder))
+                turn[JOEYNMT] = _joeynmt_speed(
+                    rows, size, max_tokens // 2, updates, Path(folder), use_cpu
+                )
             for name, seconds in turn.items():
                 times.setdefault(name, []).append(seconds)
     return compared(times)
 
 
-def _joeynmt_speed(rows: Dataset, size: Size, tokens: int, updates: int, folder: Path) -> float:
+def _joeynmt_speed(
+    rows: Dataset, size: Size, tokens: int, updates: int, folder: Path, use_cpu: bool
+) -> float:
     """Seconds a target token, as JoeyNMT logs them; its words are our token ids, as digits."""
     texts = {
         end: [" ".join(map(str, ids[:-1])) for ids in rows[name][:]]
@@ -171,7 +177,7 @@ def _joeynmt_speed(rows: Dataset, size: Size, tokens: int, updates: int, folder:
         "name": "benchmark",
         "joeynmt_version": "2.3.0",
         "model_dir": str(folder / "joeynmt"),
-        "use_cuda": torch.cuda.is_available(),
+        "use_cuda": torch.cuda.is_available() and not use_cpu,
         "fp16": False,
         "random_seed": 1,
         "data": {
@@ -258,7 +264,7 @@ def translation_speed(
             batch = tokenizer(list(lines[start : start + CHUNK]), padding=True, return_tensors="pt")
             batch.pop("token_type_ids", None)
             with torch.inference_mode():
-                ids = marian.generate(**batch, **options)
+                ids = marian.generate(**batch.to(marian.device), **options)
             outputs += tokenizer.batch_decode(ids, skip_special_tokens=True)
         return outputs
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -81,8 +81,6 @@ def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
     values = recipe.training.trainer_arguments()
     check_reporters(values.get("report_to"))
     chosen = device_arguments(values)
-    if values.get("fp16") and not chosen["fp16"]:
-        raise ValueError("training.fp16=true needs a GPU: a CPU has no fast fp16; leave it out")
     values.update(chosen)
     values.setdefault("ddp_find_unused_parameters", False)
     values.setdefault("ddp_broadcast_buffers", False)  # none changes
@@ -93,9 +91,13 @@ def training_arguments(recipe: Recipe) -> Seq2SeqTrainingArguments:
         # torch 2.13 takes for the group itself: it crashes.
         torch.distributed.set_debug_level(torch.distributed.DebugLevel.OFF)
     try:
-        return Seq2SeqTrainingArguments(**values)
+        arguments = Seq2SeqTrainingArguments(**values)
     finally:
         torch.distributed.set_debug_level(debug_level)
+    # Made from the launcher's choice where neither is set, which what is recorded would not tell.
+    name = precision(arguments)
+    arguments.mixed_precision = "no" if name == "fp32" else name
+    return arguments
 
 
 def check_reporters(report_to: str | list[str] | None) -> None:
@@ -117,15 +119,31 @@ def check_reporters(report_to: str | list[str] | None) -> None:
 
 
 def device_arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """Device and precision for the given arguments of the Trainer, on this machine."""
+    """Device and precision for the given arguments of the Trainer, on this machine.
+
+    What they leave open is what `accelerate launch` was told (`--cpu`, `--mixed_precision`), or
+    else the fastest that a GPU has.
+
+    Raises:
+        ValueError: If the precision cannot be had.
+    """
     has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
-    use_cpu = values.get("use_cpu", False) or not has_accelerator
-    fp16 = values.get("fp16", False) and not use_cpu
-    bf16 = values.get("bf16")
+    told_cpu = values.get("use_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
+    use_cpu = told_cpu or not has_accelerator
+    fp16, bf16 = values.get("fp16"), values.get("bf16")
+    asked = f"training.fp16={str(fp16).lower()}"
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if fp16 is None and bf16 is None and launched != "no":
+        asked = f"--mixed_precision {launched} of accelerate launch"
+        if launched not in ("fp16", "bf16"):
+            raise ValueError(f"{asked} is not known here: leave it out, or take bf16 or fp16")
+        fp16, bf16 = launched == "fp16", launched == "bf16"
+    if fp16 and use_cpu:
+        raise ValueError(f"{asked} needs a GPU: a CPU has no fast fp16; leave it out")
     if bf16 is None:
         has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
         bf16 = has_bf16 and not use_cpu and not fp16
-    return {"use_cpu": use_cpu, "fp16": fp16, "bf16": bf16}
+    return {"use_cpu": use_cpu, "fp16": bool(fp16), "bf16": bf16}
 
 
 def precision(arguments: TrainingArguments) -> str:
@@ -162,6 +180,8 @@ def machine_facts(arguments: TrainingArguments, threads: int) -> dict[str, Any]:
     """What a reader of the results should know of the machine; nothing that names it."""
     if arguments.device.type == "cuda":
         device = torch.cuda.get_device_name(arguments.device)
+    elif arguments.device.type == "mps":
+        device = f"GPU of {_processor()}"
     else:
         device = f"{threads} {'thread' if threads == 1 else 'threads'} of {_processor()}"
     packages = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "modeling-tinytfm")

@@ -301,6 +301,12 @@ def _check_training(training: TrainingSettings) -> None:
             f"training.lr_scheduler_type={training.lr_scheduler_type}, which follows evaluations"
         )
     optimizer = effective("optim")
+    if str(optimizer).startswith("schedule_free"):
+        raise ValueError(
+            f"training.optim={optimizer} keeps the weights that are to be scored and saved apart "
+            "from those it trains, which evaluation here does not know of: write adamw_torch_fused "
+            "and training.cooldown_steps"
+        )
     if training.cooldown_steps is not None and str(optimizer).endswith("layerwise"):
         raise ValueError(
             f"training.cooldown_steps={training.cooldown_steps} contradicts training.optim="

@@ -189,6 +189,11 @@ REFUSED_KEYS: dict[str, str] = {
     "training.auto_find_batch_size": _OWN_BATCHES,
     "training.per_device_eval_batch_size": _EVALUATES_BY_TOKENS,
     "training.eval_accumulation_steps": _EVALUATES_BY_TOKENS,
+    "training.eval_use_gather_object": _EVALUATES_BY_TOKENS,
+    "training.bf16_full_eval": "validation computes as training does; write training.bf16",
+    "training.fp16_full_eval": "validation computes as training does; write training.fp16",
+    "training.deepspeed": "no run could be continued from its checkpoints; start the run by "
+    "configs/accelerate/fsdp.yaml",
     "training.accelerator_config": _OWN_BATCHES,
     "training.no_cuda": "write training.use_cpu",
     "training.use_mps_device": "the device is found by itself; training.use_cpu keeps to the CPU",

@@ -226,8 +226,8 @@ class Seq2Seq(Task):
         return f"{shortened(row['source'])}  ->  {shortened(row['target'])}"
 
     def collator(self, tokenizer: Any, model: Any) -> DataCollatorForSeq2Seq:
-        """Pads both sides, and shifts the targets right."""
-        return DataCollatorForSeq2Seq(tokenizer, model=model)
+        """Pads both sides. The model shifts the targets: workers cannot always be sent one."""
+        return DataCollatorForSeq2Seq(tokenizer)
 
     def predict(self, trainer: TinyTFMTrainer, rows: Dataset) -> list[str]:
         """Generated targets."""

@@ -6,7 +6,6 @@ copied: processes evaluate different numbers of batches and of generated tokens,
 gather their weights at every call would not survive.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import parse_flag_from_env
 from packaging.version import Version
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from torch.distributed.tensor import DTensor
@@ -31,11 +31,27 @@ def shard_on_cpus_too(arguments: TrainingArguments) -> None:
     Args:
         arguments: The Trainer's, before there is an Accelerator.
     """
-    wanted = arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    wanted = arguments.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP")
     if wanted and arguments.device.type == "cpu":
         state = PartialState()
         if state.distributed_type == DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.MULTI_GPU  # the Accelerator makes FSDP of it
+
+
+def refuse_deepspeed(arguments: TrainingArguments) -> None:
+    """Refuses what would leave checkpoints that nothing here can go on from.
+
+    Args:
+        arguments: The Trainer's, before there is an Accelerator.
+
+    Raises:
+        ValueError: With what to take instead.
+    """
+    if arguments.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "DeepSpeed leaves no checkpoint that a run could be continued from: cut up the weights "
+            "by FSDP (accelerate launch --config_file configs/accelerate/fsdp.yaml)"
+        )
 
 
 def check_sharding(accelerator: Accelerator) -> None:
@@ -89,7 +105,7 @@ def copy_whole(sharded: PreTrainedModel, whole: PreTrainedModel) -> None:
         sharded: The model that is trained.
         whole: An ordinary model of the same class and size.
     """
-    pieces = sharded.state_dict()
+    pieces = getattr(sharded, "_orig_mod", sharded).state_dict()  # torch.compile's wrapper, if any
     with torch.no_grad():
         for name, weight in whole.state_dict().items():
             piece = pieces[name]

@@ -53,6 +53,7 @@ from .sharding import (
     check_sharding,
     copy_whole,
     embeddings_in_the_outermost_group,
+    refuse_deepspeed,
     shard_on_cpus_too,
 )
 from .streaming import PairStream
@@ -213,6 +214,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
                 "or every_save for the model alone after every checkpoint"
             )
         use_cache = model.config.use_cache
+        refuse_deepspeed(args)
         shard_on_cpus_too(args)
         super().__init__(model, args, **kwargs)
         # The Trainer turned it off, in all checkpoints too. In training the model makes no cache.
@@ -426,6 +428,7 @@ class TinyTFMTrainer(Seq2SeqTrainer):
         return (
             isinstance(self.model, TinyTFMForConditionalGeneration)
             and self.accelerator.distributed_type in ways
+            and getattr(model, "module", model) is self.model  # no copy with compiled layers
             and not is_compiled_module(model)
         )
 

@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from modeling_tinytfm import benchmarking, end_to_end
 from modeling_tinytfm.benchmarking import MARIAN, OURS, SIZES, Size
-from modeling_tinytfm.machine import cpu_multiplies_bf16
+from modeling_tinytfm.machine import cpu_multiplies_bf16, use_threads
 from modeling_tinytfm.translation import read_lines
 
 Rows = list[dict[str, Any]]
@@ -52,11 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    threads = options.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
+    threads = use_threads(options.threads or None)
     try:
+        if options.device != "cpu" and options.work not in ON_ANY_DEVICE:
+            raise ValueError(f"--device {options.device} means nothing to {options.work}")
         rows = WORKS[options.work](options)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"benchmark.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     for row in rows:
@@ -174,6 +175,7 @@ def train(options: argparse.Namespace) -> Rows:
         updates=options.updates,
         rounds=options.rounds,
         bf16=[precision == "bf16" for precision in precisions(options)],
+        use_cpu=options.device == "cpu",
         joeynmt=has_joeynmt,
     )
     facts = {"size": f"{str(size).rpartition(',')[0]}, {len(rows):,} pairs"}
@@ -310,6 +312,7 @@ WORKS = {
     "scaling": scaling,
     "import": imports,
 }
+ON_ANY_DEVICE = ("train-step", "train", "generate", "memory")
 
 
 def optional(package: str, requirement: str) -> bool:

@@ -30,6 +30,8 @@ RECIPES_FOR_OWN_DATA = {"classification": "classes", "language_model": "language
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the recipe; returns the exit status."""
     logging.disable_progress_bar()  # one for each checkpoint that is written
+    for stream in (sys.stdout, sys.stderr):  # a file's code page may lack the first row's letters
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
     # The one tells that it goes by the numbers of checkpoints, the other what is refused below.
     for name in ("trainer_utils", "generation.configuration_utils"):
@@ -55,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiment.run()
     except (NonFiniteLossError, OSError) as error:
         return report(error, 1)
+    except torch.OutOfMemoryError:
+        what = "data.max_tokens" if recipe.data.max_tokens else "per_device_train_batch_size"
+        return report(
+            f"the GPU's memory is too small: halve {what} and double "
+            f"training.gradient_accumulation_steps; {experiment.how_to_go_on()}",
+            1,
+        )
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # below the progress bar

@@ -686,6 +686,38 @@ def test_bf16_on_a_cpu_works(recipe, said):
     assert any("bf16" in text for text in said)
 
 
+@pytest.mark.parametrize(
+    ("launched", "overrides", "expected"),
+    [
+        ("bf16", [], "bf16"),
+        ("bf16", ["training.bf16=false"], "fp32"),
+        ("fp16", ["training.bf16=true"], "bf16"),
+        ("no", ["training.bf16=true"], "bf16"),
+    ],
+)
+def test_the_recipe_decides_before_the_launcher(recipe, monkeypatch, launched, overrides, expected):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    trainer = prepare(recipe("training.use_cpu=true", *overrides)).trainer
+    assert machine.precision(trainer.args) == expected
+    assert trainer.accelerator.mixed_precision == expected.replace("fp32", "no")
+
+
+@pytest.mark.parametrize("launched", ["fp16", "fp8"])
+def test_a_precision_of_the_launcher_that_cannot_be_had_is_refused(recipe, monkeypatch, launched):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    with pytest.raises(ValueError, match=f"--mixed_precision {launched} of accelerate launch"):
+        prepare(recipe("training.use_cpu=true"))
+
+
+def test_the_launcher_may_leave_a_gpu_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)
+    chosen = {"use_cpu": False, "fp16": False, "bf16": True}
+    assert machine.device_arguments({}) == chosen
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert machine.device_arguments({}) == {"use_cpu": True, "fp16": False, "bf16": False}
+
+
 def test_threads_are_all_cores_by_local_processes(recipe, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(12)))
     for processes, threads in ((None, 12), ("1", 12), ("5", 2), ("20", 1)):

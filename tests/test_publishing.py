@@ -331,12 +331,12 @@ def test_only_what_names_a_file_loses_its_path(tmp_path):
     document = {
         "tokenizer": {"kind": "regex", "pattern": pattern},
         "data": {"generator": "reverse"},
-        "training": {"deepspeed": "/home/ada/zero.json"},
+        "training": {"fsdp_config": "/home/ada/shards.json"},
     }
     Path(tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
     shown = load_recipe(tmp_path / "recipe.yaml").without_paths()
     assert shown.tokenizer.pattern == pattern
-    assert shown.training.arguments["deepspeed"] == "zero.json"
+    assert shown.training.arguments["fsdp_config"] == "shards.json"
 
 
 def test_a_checkpoint_is_published_like_any_model(hub, reverser, digits):  # noqa: F811

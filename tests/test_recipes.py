@@ -541,6 +541,10 @@ def test_text_metrics_are_those_of_texts(load):
             ["training.cooldown_steps=7", "training.optim=apollo_adamw_layerwise"],
         ),
         (
+            ["training.optim=schedule_free_adamw"],
+            ["training.optim=schedule_free_adamw keeps the weights", "training.cooldown_steps"],
+        ),
+        (
             ["training.warmup_steps=7", "training.lr_scheduler_type=constant"],
             ["training.warmup_steps=7", "training.lr_scheduler_type=constant,", "with_warmup"],
         ),

@@ -3,6 +3,7 @@
 Functions that `launch` runs in processes of their own stand at the module's top level.
 """
 
+import copy
 import json
 import os
 import re
@@ -30,7 +31,8 @@ from test_training import (  # noqa: F401 - two are fixtures
     pairs,
     weights,
 )
-from tiny import redraw, tiny_config, token_ids
+from tiny import redraw, tiny_config, tiny_model, token_ids
+from torch import nn
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM
@@ -58,7 +60,8 @@ from modeling_tinytfm.flops import (
     weights_per_token,
 )
 from modeling_tinytfm.recipes import load_recipe
-from modeling_tinytfm.sharding import FIRST_VERSION, check_sharding
+from modeling_tinytfm.sharding import FIRST_VERSION, check_sharding, copy_whole
+from modeling_tinytfm.training import TinyTFMTrainer
 
 ROOT = Path(__file__).parents[1]
 ACCELERATE = ROOT / "configs" / "accelerate"
@@ -507,6 +510,24 @@ def test_sharding_that_leaves_no_model_to_load_is_refused(version, kind, message
         return
     with pytest.raises(ValueError, match=message):
         check_sharding(accelerator)
+
+
+def test_deepspeed_is_refused(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"DeepSpeed leaves no .*fsdp\.yaml"):
+        TinyTFMTrainer(tiny_model(), args)
+
+
+def test_compiled_models_are_copied_and_give_logits(tmp_path):
+    model = tiny_model()
+    whole = redraw(TinyTFMForConditionalGeneration(model.config), 0)
+    copy_whole(SimpleNamespace(_orig_mod=model), whole)
+    assert_equal_weights(whole.state_dict(), model.state_dict())
+    trainer = make_trainer(tmp_path, model=model)
+    assert trainer._needs_no_logits(model)
+    assert trainer._needs_no_logits(nn.parallel.DataParallel(model))
+    assert not trainer._needs_no_logits(copy.copy(model))  # what compiled layers are put into
 
 
 # Several launchers: accelerate's example files, as their headers say

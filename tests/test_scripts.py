@@ -18,6 +18,7 @@ from pathlib import Path
 import datasets
 import psutil
 import pytest
+import torch
 import yaml
 from test_experiment import RECIPE, files, same, weights, write_pairs
 from test_translation import digits, random_lines  # noqa: F401 - digits is a fixture
@@ -364,6 +365,7 @@ def test_a_bug_shows_its_traceback(recipe_file, monkeypatch, capsys):
     [
         (NonFiniteLossError("the loss is nan"), 1),
         (OSError(28, "No space left on device"), 1),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -374,7 +376,21 @@ def test_what_ends_a_training_is_one_line(recipe_file, monkeypatch, capsys, erro
     monkeypatch.setattr(experiment.TinyTFMTrainer, "training_step", end)
     assert train.main([recipe_file]) == status
     line = one_line(capsys.readouterr().err)
-    assert re.match("train.py: .*(loss is nan|No space left on device|no checkpoint)", line)
+    assert re.match(
+        "train.py: .*(loss is nan|No space left on device|halve .*; there is no checkpoint|"
+        "stopped; there is no checkpoint)",
+        line,
+    )
+
+
+def test_the_plan_is_written_whatever_the_code_page(recipe_file, monkeypatch):
+    rows = [f"д {row}\t{row} д\n" for row in range(60)]
+    Path("pairs.tsv").write_text("".join(rows), encoding="utf-8")
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
+    assert train.main([recipe_file, "training.max_steps=1"]) == 0
+    sys.stdout.flush()
+    assert rb"\u0434" in raw.getvalue()
 
 
 def test_only_the_main_process_reports_and_the_others_wait_for_it(monkeypatch, capsys):
