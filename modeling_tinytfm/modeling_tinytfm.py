@@ -6,8 +6,8 @@ This file travels with every pushed model: it imports only the standard library,
 transformers, and the configuration beside it.
 
 Shapes trail the names of tensors:
-B batch, L length, Q query length, K key length, D d_model, H heads, E width of a head (D / H),
-F width of continuous inputs, V vocabulary.
+B batch, L length, T target length, Q query length, K key length, D d_model, H heads,
+E width of a head (D / H), F width of continuous inputs, V vocabulary, C classes.
 
 A mask is True (1) where a query may look.
 """
