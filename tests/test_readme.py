@@ -1,15 +1,21 @@
 """README is tested: its Python blocks run, its file map is complete, its commands exist."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from modeling_tinytfm.recipes import load_recipe
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+COMMANDS = re.findall(r"scripts/train\.py (configs/.*)", README.replace("\\\n", ""))
 
 
 def block_with(text: str) -> str:
@@ -28,6 +34,12 @@ def run(code: str, folder: Path, timeout: float = 300) -> str:
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+@pytest.mark.parametrize("command", [text for text in COMMANDS if "`" not in text])
+def test_what_it_says_of_training_is_a_recipe(command):
+    recipe, *overrides = shlex.split(command)
+    load_recipe(ROOT / recipe, overrides)
 
 
 @pytest.mark.slow
