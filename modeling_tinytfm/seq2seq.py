@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -251,7 +252,11 @@ class Seq2Seq(Task):
     def describe(self, record: dict[str, Any]) -> str:
         """`source  ->  prediction`, and a reference where the prediction is none."""
         line = f"{shortened(record['source'])}  ->  {shortened(record['prediction'])}"
-        if record["prediction"] not in record["references"]:
+        prediction, *references = (
+            unicodedata.normalize("NFC", text)  # as the metrics compare
+            for text in (record["prediction"], *record["references"])
+        )
+        if prediction not in references:
             line += f"  (reference: {shortened(record['references'][0])})"
         return line
 

@@ -202,6 +202,7 @@ def translate_n_best(
         # Some models, such as Marian's, write the end token last whether they have ended or not.
         forced = getattr(model.generation_config, "forced_eos_token_id", None) is not None
         _warn_of_cut_outputs(outputs, limit - forced, first_line)
+    _warn_of_unknown_outputs(outputs, tokenizer, first_line)
     return outputs
 
 
@@ -217,6 +218,22 @@ def _warn_of_cut_outputs(
             first_line + cut[0],
             limit,
             f" (so were others: {len(cut) - 1})" if len(cut) > 1 else "",
+        )
+
+
+def _warn_of_unknown_outputs(
+    outputs: Sequence[Sequence[Hypothesis]], tokenizer: Any, first_line: int
+) -> None:
+    """Warns once where the best outputs hold the unknown token, which no text shows."""
+    unknown = tokenizer.unk_token_id
+    rows = [row for row, best in enumerate(outputs) if unknown in best[0].tokens]
+    if rows:
+        logger.warning(
+            "line %d: the output holds the unknown token, which its text leaves out%s: "
+            "suppress_tokens=[%d], a setting of generation, forbids it",
+            first_line + rows[0],
+            f" (so do others: {len(rows) - 1})" if len(rows) > 1 else "",
+            unknown,
         )
 
 

@@ -33,6 +33,7 @@ from modeling_tinytfm.data import (
     reverse_pairs,
     token_lengths,
 )
+from modeling_tinytfm.tokenization import train_tokenizer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 
@@ -143,8 +144,7 @@ def test_reads_as_a_strict_csv_reader_does(tmp_path):
 )
 def test_tsv_header_only_where_both_names_stand(tmp_path, first, options, expected):
     swapped = first.startswith("target")
-    more = "\tz" if expected else ""  # only without a header is there no telling
-    path = write(tmp_path / "pairs.tsv", f"{first}\nx\ty{more}\n")
+    path = write(tmp_path / "pairs.tsv", f"{first}\nx\ty\n")
     assert read(path, **options) == [*expected, ("y", "x") if swapped else ("x", "y")]
 
 
@@ -171,6 +171,12 @@ def test_cells_without_a_column_are_not_dropped_in_silence(tmp_path, ending, mar
     with pytest.raises(ValueError, match=r"line 1: 2 columns named 'target'"):
         read(rows("source|target|target", "a|b|c"))
     assert read(rows("source|note|note|target", "a|b|c|d")) == [("a", "d")]
+    if ending == "tsv":  # which needs no header
+        assert read(rows("a|b|note", "c|d", "e|f|", "g|h| |")) == [
+            *zip("aceg", "bdfh", strict=True)
+        ]
+        with pytest.raises(ValueError, match=r"line 2: 3 columns below a first line of 2, which"):
+            read(rows("a|b", "Hello| world|Hallo Welt"))
 
 
 def test_long_lines(tmp_path):
@@ -593,7 +599,10 @@ def test_worked_example_20_labels_end_with_eos_and_the_decoder_starts_with_bos(t
 
 
 def texts(lengths: list[tuple[int, int]]) -> datasets.Dataset:
-    rows = [{"source": "a " * source, "target": "b " * target} for source, target in lengths]
+    rows = [
+        {"source": " ".join("a" * source), "target": " ".join("b" * target)}
+        for source, target in lengths
+    ]
     return datasets.Dataset.from_list(rows)
 
 
@@ -635,6 +644,44 @@ def test_lengths_drop_in_training_and_truncate_in_evaluation():
     assert report == SplitReport(pairs=204)
     source_lengths, target_lengths = token_lengths(unlimited)
     assert [*zip(source_lengths - 1, target_lengths - 1, strict=True)] == lengths
+
+
+def test_targets_that_the_vocabulary_writes_otherwise_are_counted():
+    rows = {"bet": "b ɛ t", "tee": "t i", "teeth": "t i θ", "better": "b ɛ t ɚ"}
+    tokenizer = train_tokenizer(
+        [*rows, *rows.values()],
+        kind="regex",
+        pattern=r"\S",
+        vocab_size=90,
+        lowercase=True,
+        show_progress=False,
+    )
+    rows |= {"three": "T I", "beet": "b ? t"}  # of which other lines of the plan tell
+    pairs = datasets.Dataset.from_dict({"source": list(rows), "target": list(rows.values())})
+    limits = {"max_source_length": None, "max_target_length": 3}
+    _, report = encode_pairs(pairs, tokenizer, drop_too_long=False, **limits)
+    assert str(report) == (
+        "6 pairs; 4 targets truncated to max_target_length for the loss; 1 with tokens that the "
+        "vocabulary does not know; 2 targets that the vocabulary writes otherwise: no output can "
+        "equal them"
+    )
+    _, report = encode_pairs(pairs, tokenizer, drop_too_long=True, **limits)
+    assert report.written_otherwise == 0  # training scores no texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalization", "otherwise"),
+    [("word", "nfc", 3), ("bpe", "nfc", 0), ("bpe", "nfd", 0), ("bpe", "nfkc", 1)],
+)
+def test_targets_are_compared_as_by_the_metrics(kind, normalization, otherwise):
+    odd = ["a b", "a  b", "a b ", "a\u00a0b", "e\u0301 é", "한국"]
+    tokenizer = train_tokenizer(
+        odd, kind=kind, vocab_size=90, normalization=normalization, show_progress=False
+    )
+    pairs = datasets.Dataset.from_dict({"source": odd, "target": odd})
+    limits = {"max_source_length": None, "max_target_length": None}
+    _, report = encode_pairs(pairs, tokenizer, drop_too_long=False, **limits)
+    assert report == SplitReport(pairs=6, written_otherwise=otherwise)
 
 
 def test_the_first_name_of_a_split_counts(monkeypatch):

@@ -1275,3 +1275,10 @@ def test_the_library_logs_what_the_command_prints(recipe, caplog):
         run_recipe(recipe())
     assert "parameters" in caplog.text
     assert "next: python scripts/translate.py outputs/tiny" in caplog.text
+
+
+def test_a_prediction_is_right_however_its_characters_are_composed(recipe):
+    record = {"source": "x", "prediction": "\u00e9", "references": ["a", "e\u0301"]}
+    task = seq2seq.Seq2Seq(recipe())
+    assert task.describe(record) == "x  ->  \u00e9"
+    assert task.describe({**record, "prediction": "e"}) == "x  ->  e  (reference: a)"

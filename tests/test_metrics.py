@@ -195,6 +195,35 @@ def test_tokenized_bleu_does_not_warn_about_tokenised_text(caplog):
         assert caplog.records
 
 
+@pytest.mark.parametrize(
+    ("names", "texts", "message"),
+    [
+        (("bleu", "tokenized_bleu"), ["Zürich", "San José"], "no reference has 4 tokens"),
+        (
+            ("bleu", "tokenized_bleu"),
+            ["今天天气很好，我们去公园", "你好吗"],
+            "use chrf or exact_match",
+        ),
+        (("per",), ["bɛt", "ti"], "counts as one phoneme: write spaces between phonemes"),
+        (("word_edit_rate",), ["今天天气很好", "你好吗"], "one word: use chrf or exact_match"),
+    ],
+)
+def test_metrics_that_mean_nothing_for_such_texts_say_so_once(names, texts, message, caplog):
+    for name in names:
+        metrics._warn_once.cache_clear()
+        caplog.clear()
+        for predictions in (texts, [""] * len(texts)):
+            compute_metrics([name], predictions, texts)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"{name}: ")
+        assert message in record.getMessage()
+        # One line that is long enough is all that it takes.
+        metrics._warn_once.cache_clear()
+        caplog.clear()
+        compute_metrics([name], [*texts, "a b c d"], [[text, "a"] for text in [*texts, "a b c d"]])
+        assert not caplog.records
+
+
 @pytest.mark.parametrize("name", ["bleu", "tokenized_bleu"])
 def test_b41_bleu_of_empty_predictions(name):
     references = [["a b c d e"], ["x y z w v"]]

@@ -184,6 +184,53 @@ def test_cells_of_a_folder_are_read_as_they_are_written(tmp_path, ending, mark, 
         assert list(dataset_records(records, ("source", "target"), "words")) == [*map(list, rows)]
 
 
+FEATURES = "".join(f"  - name: {name}\n    dtype: string\n" for name in ("source", "target"))
+
+
+@pytest.mark.parametrize("card", ["", f"---\ndataset_info:\n  features:\n{FEATURES}---\n"])
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("ending", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_no_cell_of_a_folder_shifts_the_others(tmp_path, ending, mark, streaming, card):
+    def read(name: str, *lines: str) -> list[list[str]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "README.md").write_text(card)
+        text = "".join(f"{line.replace('|', mark)}\n" for line in ("source|target", *lines))
+        (folder / f"train.{ending}").write_text(text)
+        splits = load_splits(str(folder), streaming=streaming)
+        return list(dataset_records(splits["train"], ("source", "target"), "the train split"))
+
+    assert read("blank", "Hello|Hallo|", "a|b|") == [["Hello", "Hallo"], ["a", "b"]]
+    place = "the train split" if streaming else "data.dataset_name=.*"
+    for name, lines in {"first": ("a|b", "c|d"), "all": ("a|b|c", "d|e|f")}.items():
+        with pytest.raises(ValueError, match=f"^{place}: a row has more cells than the header: is"):
+            read(name, "Hello| world|Hallo Welt", *lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "2020-03-01",
+            r"datetime: 2020-03-01 00:00:00; store it as text, or name its \.jsonl file by "
+            r"data\.train_file, which reads dates as they are written$",
+        ),
+        (1.5, "float: 1.5; store it as text, which stands in quotes in JSON$"),
+        ([{"a": "b"}], "list: "),
+    ],
+)
+def test_what_is_no_text_is_shown_with_a_way_out(tmp_path, value, message):
+    row = {"source": "day", "target": value}
+    file = tmp_path / "days" / "train.jsonl"
+    file.parent.mkdir()
+    file.write_text(json.dumps(row) + "\n")
+    (split,) = load_splits(str(file.parent)).values()
+    with pytest.raises(ValueError, match=f"row 1: 'target' is not text but {message}"):
+        list(dataset_records(split, ("source", "target"), "the train split"))
+    if isinstance(value, str):
+        assert read(file) == [("day", value)]
+
+
 def test_a_column_that_stands_twice_is_refused(tmp_path):
     table = pa.Table.from_arrays([["a"], ["b"], ["c"]], names=["source", "source", "target"])
     pq.write_table(table, tmp_path / "a.parquet")

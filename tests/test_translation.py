@@ -293,6 +293,24 @@ def test_outputs_that_were_cut_are_told_once(reverser, digits, caplog):
         )
 
 
+def test_outputs_with_the_unknown_token_are_told_once(caplog):
+    model, tokenizer = without_end()
+    lines = ["", "a", "a b"]
+    translate(model, tokenizer, lines, max_new_tokens=3)
+    assert caplog.records == []
+    with torch.no_grad():
+        model.lm_head.bias[tokenizer.unk_token_id] = 1e9
+    assert translate(model, tokenizer, lines, max_new_tokens=3) == ["", "", ""]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "line 2: the output holds the unknown token, which its text leaves out (so do others: 1): "
+        "suppress_tokens=[3], a setting of generation, forbids it"
+    )
+    caplog.clear()
+    assert all(translate(model, tokenizer, lines[1:], max_new_tokens=3, suppress_tokens=[3]))
+    assert caplog.records == []
+
+
 def test_tokenizers_that_differ_are_told_by_name(digits, tmp_path):
     same = []
     for name in ("one", "two"):
