@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerState
 from .loading import load_tokenizer, load_weights
 from .recipes import RECIPE_FILE, load_recipe
 from .tokenization import TOKENIZER_FILES, save_tokenizer
+from .translation import new_folder
 
 logger = logging.getLogger(__name__)
 
@@ -223,21 +224,20 @@ def save_average(
     count = last if last is not None else best
     if count is None or count < 1:
         raise ValueError(f"{count} checkpoints cannot be averaged: give at least 1")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} exists and is no empty folder: choose another")
-    recipe = load_recipe(run / RECIPE_FILE)
-    if last is not None:
-        folders = last_checkpoints(run, count)
-    else:
-        chosen = recipe.training.arguments
-        folders = best_checkpoints(
-            run,
-            count,
-            chosen.get("metric_for_best_model") or "loss",
-            bool(chosen.get("greater_is_better")),
-        )
-    average_checkpoints(folders).save_pretrained(output)
-    if any((run / name).is_file() for name in TOKENIZER_FILES):
-        save_tokenizer(load_tokenizer(run), output)
-    (output / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    with new_folder(output) as folder:
+        recipe = load_recipe(run / RECIPE_FILE)
+        if last is not None:
+            folders = last_checkpoints(run, count)
+        else:
+            chosen = recipe.training.arguments
+            folders = best_checkpoints(
+                run,
+                count,
+                chosen.get("metric_for_best_model") or "loss",
+                bool(chosen.get("greater_is_better")),
+            )
+        average_checkpoints(folders).save_pretrained(folder)
+        if any((run / name).is_file() for name in TOKENIZER_FILES):
+            save_tokenizer(load_tokenizer(run), folder)
+        (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     return folders

@@ -26,6 +26,36 @@ from .modeling_tinytfm import TinyTFMForConditionalGeneration, sinusoids
 
 EXPORT_FILE = "export.json"  # in a folder made for another engine: what it was made of
 
+# Settings of generate() that decide nothing elsewhere: ids that the engines' files know, and how
+# generate() works and answers.
+_NO_MATTER = {
+    "bos_token_id", "decoder_start_token_id", "pad_token_id", "use_cache", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "num_return_sequences", "cache_implementation", "cache_config", "max_cache_len",
+    "compile_config", "disable_compile", "continuous_batching_config", "low_memory",
+    "prefill_chunk_size", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "max_matching_ngram_size", "transformers_version", "_from_model_config",
+    # Of no use where nothing is drawn:
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+}  # fmt: skip
+# Values with which it does nothing.
+_NEUTRAL = {
+    "do_sample": False,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "guidance_scale": 1.0,
+    "remove_invalid_values": False,
+    "token_healing": False,
+    "assistant_ensemble_weight": 0.0,
+}
+
 StateDict = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
@@ -194,6 +224,15 @@ def check_config(target: str, config: object, **required: object) -> None:
             raise ValueError(
                 f"{name}={value!r} cannot be carried over to {target}, where it is {expected!r}"
             )
+
+
+def deciding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those settings of generate() that may change what it finds."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and name not in _NO_MATTER and _NEUTRAL.get(name, ()) != value
+    }
 
 
 def required(module: str, extra: str) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .configuration_tinytfm import TinyTFMConfig
-from .conversion import EXPORT_FILE, check_class, check_config, required
+from .conversion import EXPORT_FILE, check_class, check_config, deciding, required
 from .decoding import Hypothesis, Translator
 from .flops import processor_has_any
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
@@ -44,37 +44,12 @@ specs: Any = required("ctranslate2.specs.transformer_spec", "ctranslate2")
 PATIENCE = 2
 QUANTIZATIONS = tuple(ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES)
 
-# What decides nothing here: ids that the model file knows, and how generate() works and answers.
-_NO_MATTER = {
-    "bos_token_id", "decoder_start_token_id", "pad_token_id", "use_cache", "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-    "num_return_sequences", "cache_implementation", "cache_config", "max_cache_len",
-    "compile_config", "disable_compile", "continuous_batching_config", "low_memory",
-    "prefill_chunk_size", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
-    "target_lookbehind", "max_matching_ngram_size", "transformers_version", "_from_model_config",
-    # Of no use where nothing is drawn:
-    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-}  # fmt: skip
 # What it can do, see `search_options`.
 _HONOURED = {
     "num_beams", "length_penalty", "early_stopping", "max_new_tokens", "max_length",
     "min_new_tokens", "min_length", "no_repeat_ngram_size", "renormalize_logits", "eos_token_id",
-    "length_penalty_form", "suppress_tokens", "bad_words_ids",
+    "length_penalty_form", "suppress_tokens", "bad_words_ids", "forced_eos_token_id",
 }  # fmt: skip
-# Values with which generate() does nothing.
-_NEUTRAL = {
-    "do_sample": False,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "guidance_scale": 1.0,
-    "remove_invalid_values": False,
-    "token_healing": False,
-    "assistant_ensemble_weight": 0.0,
-}
 
 
 @loaders.register_loader(TinyTFMConfig.__name__)
@@ -186,7 +161,8 @@ def write_ctranslate2(
         quantization: One of `QUANTIZATIONS`, such as "int8"; float32 if None.
 
     Raises:
-        ValueError: If CTranslate2 has no such model, or no such quantisation.
+        ValueError: If CTranslate2 has no such model, no such quantisation, or cannot honour what
+            the model's generation config says.
     """
     quantization = "float32" if quantization is None else quantization
     if quantization not in QUANTIZATIONS:
@@ -195,6 +171,8 @@ def write_ctranslate2(
         )
     with torch.no_grad():
         spec = TinyTFMLoader()(model, tokenizer)
+    # But the form of the penalty, for which translate.py has an option.
+    search_options(model.generation_config, 1, False, {"length_penalty_form": "length"})
     spec.validate()
     spec.optimize(quantization=quantization)
     spec.save(os.fspath(folder))
@@ -208,6 +186,9 @@ class CTranslate2Translator(Translator):
     which nearly always finds what generate() finds with `early_stopping="never"`; with
     transformers' default, False, generate() may give up a little earlier, by a guess that
     CTranslate2 does not make, and score less.
+
+    With `forced_eos_token_id` the best hypothesis is generate()'s, too; of the others, those that
+    reach the limit may differ.
 
     Args:
         folder: What `exporting.export_model` wrote.
@@ -262,6 +243,7 @@ class CTranslate2Translator(Translator):
         """
         options = search_options(self.generation_config, n_best, prefixes is not None, generation)
         longest, exponent = options["max_decoding_length"], options["length_penalty"]
+        forced_end = options.pop("forced_end")
         for name, length in (
             ("a source", max(map(len, sources), default=0)),
             ("max_new_tokens", longest),
@@ -271,8 +253,10 @@ class CTranslate2Translator(Translator):
                     f"{name} of {length} tokens exceeds max_position_embeddings="
                     f"{self.positions}, where the positions of an exported model end"
                 )
+        if forced_end is not None:
+            options["max_decoding_length"] -= 1
         if prefixes is not None:
-            if (most := max(map(len, prefixes), default=0)) >= longest:
+            if (most := max(map(len, prefixes), default=0)) >= options["max_decoding_length"]:
                 raise ValueError(
                     f"a prefix of {most} tokens leaves no room in outputs of {longest} tokens: "
                     "raise max_new_tokens"
@@ -284,25 +268,31 @@ class CTranslate2Translator(Translator):
         results = self.translator.translate_batch(
             self._rows(sources),
             num_hypotheses=n_best,
-            return_scores=with_scores and not is_greedy,
+            return_scores=not is_greedy,
             return_end_token=True,  # which an output that was cut has not
             max_input_length=0,
             **options,
         )
         rows = [[self.ids[token] for token in x] for result in results for x in result.hypotheses]
         scores = [float("nan")] * len(rows)
+        if not is_greedy:
+            scores = [score for result in results for score in result.scores]
+        if forced_end is not None:
+            for number, row in enumerate(rows):
+                if row[-1] not in ends:  # its end is certain, and counts as length
+                    row.append(forced_end)
+                    scores[number] *= ((longest - 1) / longest) ** exponent
         if with_scores and is_greedy:
             form = penalty_form(self.generation_config, generation.get("length_penalty_form"))
             scores = self._scores(sources, rows, prefixes, exponent, form)
-        elif with_scores:
-            scores = [score for result in results for score in result.scores]
         rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         hypotheses = [
             Hypothesis(text, score, tuple(row))
             for text, score, row in zip(texts, scores, rows, strict=True)
         ]
-        return [hypotheses[i : i + n_best] for i in range(0, len(hypotheses), n_best)]
+        groups = [hypotheses[i : i + n_best] for i in range(0, len(hypotheses), n_best)]
+        return [sorted(group, key=lambda found: -found.score) for group in groups]
 
     def _scores(
         self,
@@ -354,7 +344,7 @@ class CTranslate2Translator(Translator):
 def search_options(
     config: GenerationConfig, n_best: int, has_prefixes: bool, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """CTranslate2's names for settings of generate().
+    """CTranslate2's names for settings of generate(), and the end that is forced at the limit.
 
     Args:
         config: The model's own settings.
@@ -367,8 +357,8 @@ def search_options(
     """
     own = {name: value for name, value in config.to_dict().items() if value is not None}
     settings = own | {name: value for name, value in given.items() if value is not None}
-    for name, value in settings.items():
-        if name not in _NO_MATTER | _HONOURED and _NEUTRAL.get(name, ()) != value:
+    for name, value in deciding(settings).items():
+        if name not in _HONOURED:
             raise ValueError(f"{name}={value!r} cannot be carried over to CTranslate2")
     early_stopping = settings.get("early_stopping", False)
     form = penalty_form(config, given.get("length_penalty_form"))
@@ -382,6 +372,21 @@ def search_options(
     shortest = max(settings.get("min_new_tokens", 0), settings.get("min_length", 0) - 1, 0)
     forbidden = [[token_id] for token_id in settings.get("suppress_tokens", [])]
     forbidden += settings.get("bad_words_ids", [])
+    ends, forced_ends = (
+        as_list(settings.get(name)) for name in ("eos_token_id", "forced_eos_token_id")
+    )
+    if not ends:
+        raise ValueError("eos_token_id=None cannot be carried over to CTranslate2")
+    if not set(forced_ends) <= set(ends):
+        raise ValueError(
+            f"forced_eos_token_id={settings['forced_eos_token_id']!r} cannot be carried over to "
+            f"CTranslate2: it is not among eos_token_id={settings['eos_token_id']!r}"
+        )
+    if forced_ends and longest < 2:
+        raise ValueError(
+            f"max_new_tokens={longest} leaves no room before forced_eos_token_id="
+            f"{settings['forced_eos_token_id']!r}: raise max_new_tokens"
+        )
     for refused, what, instead in (
         (has_prefixes, "a prefix", ""),
         (form != "length", f"length_penalty_form={form!r}", ", or length_penalty_form='length'"),
@@ -409,5 +414,6 @@ def search_options(
         "min_decoding_length": min(shortest, longest),
         "no_repeat_ngram_size": settings.get("no_repeat_ngram_size", 0),
         "suppress_sequences": forbidden,
-        "end_token": as_list(settings["eos_token_id"]),
+        "end_token": ends,
+        "forced_end": forced_ends[0] if forced_ends else None,
     }

@@ -9,10 +9,6 @@ of.
 import json
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,6 +18,7 @@ from .loading import load_model
 from .modeling_tinytfm import TinyTFMForConditionalGeneration
 from .search import penalty_form
 from .tokenization import save_tokenizer
+from .translation import new_folder
 
 logger = logging.getLogger(__name__)
 
@@ -99,31 +96,3 @@ def export_model(
         text = json.dumps(record, indent=2, sort_keys=True) + "\n"
         (folder / EXPORT_FILE).write_text(text, encoding="utf-8")
     return Path(output)
-
-
-@contextmanager
-def new_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder that takes its place when all is written, and not before.
-
-    Raises:
-        ValueError: If `output` exists and is no empty folder.
-    """
-    output = Path(output)
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} exists and is no empty folder: choose another")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    half_written = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        yield half_written
-        half_written.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner only
-        if output.exists():
-            output.rmdir()
-        half_written.rename(output)
-    finally:
-        shutil.rmtree(half_written, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -8,9 +8,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processo
 from transformers import AutoConfig, MarianMTModel, MarianTokenizer, PreTrainedTokenizerFast
 
 from .conversion import check_class, from_marian, required
-from .exporting import new_folder
 from .loading import load_tokenizer
 from .tokenization import save_tokenizer
+from .translation import new_folder
 
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of SentencePiece's pieces
 _UNIGRAM = 1  # a type of its models
@@ -55,11 +55,16 @@ def import_marian(name: str | os.PathLike[str], output: str | os.PathLike[str]) 
 
 
 def marian_tokenizer(name: str | os.PathLike[str]) -> tuple[Any, str]:
-    """The tokenizer of a Marian folder, fast where that gives the same ids; and what it now is."""
-    if (Path(name) / "tokenizer.json").is_file():
-        return load_tokenizer(os.fspath(name)), "the tokenizer is the folder's own fast one"
+    """The tokenizer of a Marian model, fast where that gives the same ids; and what it now is."""
+    try:
+        tokenizer = load_tokenizer(os.fspath(name))
+    except OSError as error:
+        if isinstance(error.__cause__, ImportError):
+            required("sentencepiece", "marian")
+        raise
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        return tokenizer, "the tokenizer is the model's own fast one"
     required("sentencepiece", "marian")
-    tokenizer = load_tokenizer(os.fspath(name))
     check_class("the tokenizer", tokenizer, MarianTokenizer)
     reason = reason_to_keep(tokenizer)
     if reason is not None:

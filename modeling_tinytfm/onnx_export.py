@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from .conversion import check_class, check_config, required
+from .conversion import check_class, check_config, deciding, required
 from .modeling_tinytfm import CACHE, TinyTFMForConditionalGeneration
+
+logger = logging.getLogger(__name__)
 
 ENCODER_FILE = "encoder_model.onnx"
 DECODER_FILE = "decoder_model.onnx"
@@ -27,6 +29,13 @@ DECODER_WITH_PAST_FILE = "decoder_with_past_model.onnx"
 
 # Beyond this, weights go into a file beside the graph: protobuf ends at 2 GiB.
 _LARGEST_FILE = 1_500_000_000
+
+# What `ONNX_README` honours, and what is nothing to greedy search.
+_HONOURED = {
+    *("eos_token_id", "suppress_tokens", "bad_words_ids", "max_length", "max_new_tokens"),
+    *("do_sample", "num_beams", "early_stopping", "length_penalty", "length_penalty_form"),
+    "renormalize_logits",
+}
 
 ONNX_README = f"""\
 # An encoder-decoder as ONNX graphs
@@ -45,6 +54,8 @@ from transformers import AutoTokenizer
 
 lines, longest = ["..."], 50  # tokens of an output at most
 ids = json.load(open("generation_config.json"))
+never = ids.get("suppress_tokens") or []
+never += [word[0] for word in ids.get("bad_words_ids") or [] if len(word) == 1]
 tokenizer = AutoTokenizer.from_pretrained(".")
 batch = tokenizer(lines, padding=True, return_tensors="np")
 encoder, decoder, later = (
@@ -57,6 +68,7 @@ while tokens.shape[1] <= longest and not ended.all():
     inputs = {{"input_ids": tokens[:, -1:], "encoder_attention_mask": batch["attention_mask"]}}
     names = [output.name.replace("present", "past_key_values") for output in decoder.get_outputs()]
     logits, *present = decoder.run(None, inputs | past)
+    logits[:, :, never] = -np.inf
     kept = past if decoder is later else {{}}  # the encoder's keys and values do not change
     past, decoder = kept | dict(zip(names[1:], present)), later
     best = np.where(ended, ids["pad_token_id"], logits[:, -1].argmax(-1))
@@ -160,6 +172,14 @@ def write_onnx(model: TinyTFMForConditionalGeneration, folder: str | os.PathLike
     check_config("ONNX", model.config, input_feature_size=None)
     required("onnx", "onnx")
     required("onnxscript", "onnx")
+    settings = deciding(model.generation_config.to_dict())
+    unheard = [f"{name}={value!r}" for name, value in settings.items() if name not in _HONOURED]
+    if any(len(word) > 1 for word in settings.get("bad_words_ids", [])):
+        unheard.append("bad_words_ids of several tokens")
+    if unheard:
+        logger.warning(
+            "the greedy search in the folder's README.md does not know %s", ", ".join(unheard)
+        )
     layers, folder = model.config.decoder_layers, Path(folder)
     model = as_float32(model)
     batch, longest = torch.export.Dim("batch"), model.config.max_position_embeddings

@@ -16,13 +16,20 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    SpaceCard,
+    get_token,
+)
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import (
@@ -64,6 +71,12 @@ _ADVICE = {
 }
 # Of the card that transformers writes where there is none.
 _EMPTY_CARD = "[More Information Needed]"
+_TAG, _PAGE_FILE = "tinytfm", "index.html"
+# What the Hub's own files of a new static Space say.
+_NEW_SPACE = {
+    CARD_FILE: "huggingface.co/docs/hub/spaces-config-reference",
+    _PAGE_FILE: "Welcome to your static Space",
+}
 
 
 class Published(NamedTuple):
@@ -240,11 +253,12 @@ def push(
     files = files_to_publish(folder)
     repo_id, is_new = open_repository(repo_id, private=private, token=token)
     api = HfApi(token=token)
+    asked = {"license": [license] if license else [], "language": list(languages)}
     with _hub_errors(repo_id):
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = set(api.list_repo_files(repo_id, revision=revision))
-        kept = _card_on_hub(api, repo_id, revision) if CARD_FILE in there else None
+        kept = _text_on_hub(api, repo_id, CARD_FILE, revision) if CARD_FILE in there else None
         if kept is not None and is_generated(kept):  # what was said of the weights stays said
             said = ModelCard(kept, ignore_metadata_errors=True).data.to_dict()
             license = license or said.get("license")
@@ -254,11 +268,13 @@ def push(
         if own is not None and not is_generated(own) and not new_card:
             card = own
             say(f"{CARD_FILE} of {folder} is published as it was edited")
+            _tell_of_unwritten(own, asked, say)
             if kept is not None and not is_generated(kept) and kept.strip() != own.strip():
                 say(f"it replaces the edited one of {repo_id}, which stays in the history there")
         elif kept is not None and not (new_card or is_generated(kept) or _EMPTY_CARD in kept):
             card = ""
             say(f"{CARD_FILE} of {repo_id} was edited there and stays")
+            _tell_of_unwritten(kept, asked, say)
         if card:
             files[CARD_FILE] = card.encode()
         outdated = sorted(
@@ -289,6 +305,74 @@ def push(
     )
 
 
+def _tell_of_unwritten(card: str, asked: dict[str, list[str]], say: Callable[[str], None]) -> None:
+    """Says what should be stated on a card that stays as a person left it, and is not."""
+    head = ModelCard(card, ignore_metadata_errors=True).data.to_dict()
+    for name, values in asked.items():
+        stated = head.get(name)
+        if values and values != (stated if isinstance(stated, list) else [stated]):
+            say(
+                f"{name} stays as it is on that card: write {', '.join(values)} above its text, or "
+                "have it written anew (new_card=True, --new-card)"
+            )
+
+
+def check_space(
+    repo_id: str, *, private: bool | None = None, token: str | None = None
+) -> tuple[str, bool, bool | None]:
+    """Looks whether `push_space` may publish there; nothing is made or changed.
+
+    Args:
+        repo_id: See `push_space`.
+        private: See there.
+        token: See there.
+
+    Returns:
+        The whole name, whether the Space is there, and whether it is to be private.
+
+    Raises:
+        ValueError: See `push_space`.
+        OSError: See there.
+    """
+    check_repo_id(repo_id)
+    _check_login(repo_id, token)
+    api = HfApi(token=token)
+    with _hub_errors(repo_id):
+        if "/" not in repo_id:
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
+        if private is None and api.repo_exists(repo_id):
+            private = api.model_info(repo_id).private
+        if not api.repo_exists(repo_id, repo_type="space"):
+            return repo_id, False, private
+        if private and not api.repo_info(repo_id, repo_type="space").private:
+            raise ValueError(f"the Space {repo_id} exists, and everybody can see it")
+        there = set(api.list_repo_files(repo_id, repo_type="space"))
+
+        def text(name: str) -> str:
+            found = None
+            if name in there:
+                found = _text_on_hub(api, repo_id, name, repo_type="space")
+            return found or ""
+
+        card = text(CARD_FILE)
+        try:
+            head = SpaceCard(card, ignore_metadata_errors=True).data.to_dict()
+        except (ValueError, yaml.YAMLError):
+            head = {}
+        may_go = head.get("sdk") == "static" and (
+            _TAG in (head.get("tags") or ())
+            or (
+                there <= {".gitattributes", "style.css", *_NEW_SPACE}
+                and all(said in text(name) for name, said in _NEW_SPACE.items() if name in there)
+            )
+        )
+        if not may_go:
+            raise ValueError(
+                f"the Space {repo_id} exists and holds something else: choose another name"
+            )
+    return repo_id, True, private
+
+
 def push_space(
     page: str,
     repo_id: str,
@@ -316,25 +400,14 @@ def push_space(
             something else, or is public although it should be private.
         OSError: If the Hub cannot be reached or refuses.
     """
-    check_repo_id(repo_id)
-    _check_login(repo_id, token)
+    repo_id, is_there, private = check_space(repo_id, private=private, token=token)
     api = HfApi(token=token)
-    head = {"title": title, "sdk": "static", "app_file": "index.html", "tags": ["tinytfm"]}
+    head = {"title": title, "sdk": "static", "app_file": _PAGE_FILE, "tags": [_TAG]}
     card = f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n"
     with _hub_errors(repo_id):
-        if "/" not in repo_id:
-            repo_id = f"{api.whoami()['name']}/{repo_id}"
-        if private is None and api.repo_exists(repo_id):
-            private = api.model_info(repo_id).private
-        if api.repo_exists(repo_id, repo_type="space"):
-            if private and not api.repo_info(repo_id, repo_type="space").private:
-                raise ValueError(f"the Space {repo_id} exists, and everybody can see it")
-            own = _card_on_hub(api, repo_id, None, "space")
-            if own is None or "tinytfm" not in own:
-                raise ValueError(f"the Space {repo_id} exists and holds something else")
-        else:
+        if not is_there:
             api.create_repo(repo_id, repo_type="space", space_sdk="static", private=private)
-        files = {CARD_FILE: card, "index.html": page}
+        files = {CARD_FILE: card, _PAGE_FILE: page}
         operations = [CommitOperationAdd(name, text.encode()) for name, text in files.items()]
         api.create_commit(
             repo_id,
@@ -356,14 +429,27 @@ def _text_of(file: Path) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
-def _card_on_hub(
-    api: HfApi, repo_id: str, revision: str | None, repo_type: str | None = None
+def _text_on_hub(
+    api: HfApi,
+    repo_id: str,
+    name: str,
+    revision: str | None = None,
+    *,
+    repo_type: str | None = None,
 ) -> str | None:
+    """A file as it is on the Hub now, whatever the cache holds; None if it is not there.
+
+    What else stops it is raised as the Hub's client does: see `_hub_errors`.
+    """
     try:
-        path = api.hf_hub_download(repo_id, CARD_FILE, revision=revision, repo_type=repo_type)
-        return _text_of(Path(path))
-    except EntryNotFoundError:
+        path = api.hf_hub_download(
+            repo_id, name, revision=revision, repo_type=repo_type, force_download=True
+        )
+    except RemoteEntryNotFoundError:
         return None
+    except ValueError as error:  # in which a forced download wraps what stopped it
+        raise (error.__cause__ or error) from None
+    return _text_of(Path(path))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A trained model, scored again."""
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ from .settings import (
 from .tasks import SPLITS
 from .translation import BATCH_TOKENS
 
+logger = logging.getLogger(__name__)
+
 
 def score_model(
     folder: str | Path,
@@ -44,8 +47,8 @@ def score_model(
         num_beams: Width of the search; the model's if None.
 
     Returns:
-        Loss, perplexity, token accuracy and the metrics with their signatures, each named after
-        the split, or `file`.
+        Loss, perplexity, token accuracy, the metrics with their signatures, and `samples`, the
+        number of rows, each named after the split, or `file`.
 
     Raises:
         ValueError: If a name or the data are unusable, or the split is not the run's any more.
@@ -75,7 +78,9 @@ def score_model(
         rows = task.read_file(file)
     prefix = split if file is None else "file"
     task.adopt(model.config)
-    encoded, _ = task.encode(rows, tokenizer, training=False)
+    encoded, report = task.encode(rows, tokenizer, training=False)
+    if report.truncated_sources or report.truncated_targets:
+        logger.warning("%s: %s", prefix, report.describe(task.rows))
     with tempfile.TemporaryDirectory() as unused:
         arguments = device_arguments(recipe.training.arguments)
         trainer = task.trainer_class(
@@ -90,7 +95,7 @@ def score_model(
         trainer.accelerator.prepare_model(model, evaluation_mode=True)  # to its precision
         scores, _ = trainer.score(encoded, prefix)
     signatures = {f"{prefix}_{name}_signature": text for name, text in trainer.signatures.items()}
-    return {**scores, **signatures}
+    return {**scores, **signatures, f"{prefix}_samples": len(encoded)}
 
 
 def _recipe_file(folder: Path) -> Path | None:

@@ -37,10 +37,11 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    # Of an imported Marian, which may have the last three in place of the first:
+    # Of an imported Marian, which may have these in place of the first:
     "source.spm",
     "target.spm",
     "vocab.json",
+    "target_vocab.json",
 )
 
 _SPECIAL_TAILS = "|".join(re.escape(token.removeprefix("<")) for token in SPECIAL_TOKENS.values())
@@ -261,10 +262,13 @@ def mend_tokenizer_class(folder: str | os.PathLike[str]) -> None:
     """
     config_file = Path(folder) / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    if config.get("tokenizer_class") in ("TokenizersBackend", PortableTokenizer.__name__):
+    is_plain = config.get("tokenizer_class") in ("TokenizersBackend", PortableTokenizer.__name__)
+    has_list = isinstance(config.get("extra_special_tokens"), list)
+    if is_plain:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if "extra_special_tokens" in config:
-            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if has_list:
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if is_plain or has_list:
         text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         config_file.write_text(text, encoding="utf-8")
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -501,3 +503,34 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
         half_written.replace(path)
     finally:
         half_written.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(output: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder that takes its place when all is written, and not before.
+
+    Raises:
+        ValueError: If `output` exists and is no empty folder.
+        OSError: If it cannot be written.
+    """
+    output = Path(output)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"{output} exists and is no empty folder: choose another")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    half_written = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        yield half_written
+        half_written.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner only
+        if output.exists():
+            output.rmdir()
+        half_written.rename(output)
+    except SafetensorError as error:  # as which a full disk shows
+        raise OSError(f"{output} was not written: {error}") from error
+    finally:
+        shutil.rmtree(half_written, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(describe_scores(scores, "file" if options.file is not None else options.split))
         for name, value in scores.items():
-            if name.endswith("_signature"):
+            if name.endswith(("_signature", "_samples")):
                 print(f"{name}: {value}")
         if options.json is not None:
             write_json(scores, options.json)

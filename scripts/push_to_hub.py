@@ -15,7 +15,7 @@ os.environ.setdefault("TQDM_DELAY", "1")
 from transformers.utils import logging
 
 from modeling_tinytfm.loading import load_model
-from modeling_tinytfm.publishing import push, push_space
+from modeling_tinytfm.publishing import check_space, push, push_space
 from modeling_tinytfm.seeing import look
 
 
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Looked at first: nothing is published if it cannot be.
         trace = None if options.space is None else look(*load_model(options.model), options.space)
+        if trace is not None:
+            check_space(options.repo_id, private=options.private or None)
         published = push(
             options.model,
             options.repo_id,

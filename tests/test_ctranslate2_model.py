@@ -86,6 +86,8 @@ def translator(reverser, tmp_path_factory) -> CTranslate2Translator:
         {"num_beams": 4, "min_new_tokens": 9, "no_repeat_ngram_size": 2},
         {"num_beams": 1, "suppress_tokens": [5, 6]},
         {"num_beams": 4, "bad_words_ids": [[5], [6]]},
+        {"num_beams": 1, "forced_eos_token_id": 2, "max_new_tokens": 5},
+        {"num_beams": 4, "forced_eos_token_id": 2, "max_new_tokens": 5},
     ],
     ids=str,
 )
@@ -242,7 +244,8 @@ def test_ids_without_a_token_get_one():
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 cannot"),
         ({"length_penalty_form": "gnmt", "num_beams": 2}, "length_penalty_form='gnmt' with"),
         ({"no_repeat_ngram_size": 2, "num_beams": 2}, "no_repeat_ngram_size=2 with num_beams=2"),
-        ({"forced_eos_token_id": 2}, "forced_eos_token_id=2 cannot"),
+        ({"forced_eos_token_id": 5}, "forced_eos_token_id=5 cannot.*not among eos_token_id=2"),
+        ({"forced_eos_token_id": 2, "max_new_tokens": 1}, "max_new_tokens=1 leaves no room"),
         ({"prefixes": [[5]], "num_beams": 2}, "a prefix with num_beams=2"),
         ({"prefixes": [[5, 6, 7]], "max_new_tokens": 3}, "a prefix of 3 tokens leaves no room"),
         ({"max_new_tokens": 2000}, "max_new_tokens of 2000 tokens exceeds max_position_emb.*1024"),

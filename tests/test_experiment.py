@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import TINIEST
 from transformers import AutoTokenizer, GenerationConfig, TrainerControl, TrainerState
@@ -22,6 +23,7 @@ from modeling_tinytfm import (
     TinyTFMConfig,
     TinyTFMForCausalLM,
     TinyTFMForConditionalGeneration,
+    checkpoints,
     experiment,
     machine,
     run_folder,
@@ -1132,7 +1134,7 @@ def test_scoring_again_gives_the_same_figures(recipe, said):
     again = score_model("outputs/tiny")
     assert set(again) == {
         *("test_loss", "test_perplexity", "test_token_accuracy", "test_bleu", "test_exact_match"),
-        *("test_bleu_signature", "test_exact_match_signature"),
+        *("test_bleu_signature", "test_exact_match_signature", "test_samples"),
     }
     assert {name: scores[name] for name in again} == again
     validation = score_model("outputs/tiny", split="validation", metrics=["chrf"], num_beams=2)
@@ -1166,6 +1168,14 @@ def test_learned_positions_limit_what_is_scored_without_a_recipe(recipe, said):
     Path("outputs/tiny/recipe.yaml").unlink()
     Path("long.tsv").write_text("1 2 3\t3 2 1\n" + "1 " * 30 + "\t" + "1 " * 30 + "\n")
     assert score_model("outputs/tiny", file="long.tsv")["file_loss"] > 0
+
+
+def test_scoring_tells_how_many_rows_it_scored_and_what_it_cut(recipe, said, finished, caplog):
+    kept = Path("outputs/tiny/recipe.yaml")
+    kept.write_text(recipe("data.max_source_length=20").to_yaml())
+    Path("long.tsv").write_text("1 2 3\t3 2 1\n" + "1 " * 20 + "\t1\n")
+    assert score_model("outputs/tiny", file="long.tsv")["file_samples"] == 2
+    assert "file: 2 pairs; 1 sources truncated to max_source_length" in caplog.text
 
 
 def test_long_sources_are_not_cut_afterwards(recipe, said):
@@ -1254,6 +1264,17 @@ def test_averages_that_cannot_be_made(recipe, said, output, chosen, message, fin
     before = files(".")
     with pytest.raises(ValueError, match=message):
         save_average(Path("outputs/tiny"), Path(output), **chosen)
+    assert files(".") == before
+
+
+def test_an_average_that_is_interrupted_leaves_nothing(recipe, said, finished, monkeypatch):
+    def full(*_):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_tokenizer", full)
+    before = files(".")
+    with pytest.raises(OSError, match="mean was not written: No space left on device"):
+        save_average(Path("outputs/tiny"), Path("mean"), last=1)
     assert files(".") == before
 
 

@@ -12,9 +12,10 @@ from test_scripts import run_translate, script
 from tiny import tiny_model
 
 from modeling_tinytfm import TinyTFMForCausalLM
-from modeling_tinytfm.exporting import export_model, new_folder
+from modeling_tinytfm.exporting import export_model
 from modeling_tinytfm.search import keep_penalty_form
 from modeling_tinytfm.tokenization import save_tokenizer
+from modeling_tinytfm.translation import new_folder
 
 exporting = script("export")
 
@@ -178,6 +179,15 @@ def test_a_penalty_that_ctranslate2_does_not_know_is_told(reverser, tmp_path, ca
     keep_penalty_form(model, "gnmt")
     export_model(save(model, tmp_path / "ours"), "ctranslate2", tmp_path / "ct2")
     assert "translate with num_beams=1 or length_penalty_form='length'" in caplog.text
+
+
+def test_what_translating_would_refuse_is_not_exported(reverser, tmp_path):
+    model = copy.deepcopy(reverser)
+    model.generation_config.repetition_penalty = 1.2
+    folder = save(model, tmp_path / "ours")
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.2 cannot be carried over"):
+        export_model(folder, "ctranslate2", tmp_path / "ct2")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 def test_the_command_line(saved, tmp_path, capsys):

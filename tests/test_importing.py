@@ -10,7 +10,9 @@ import pytest
 import sentencepiece
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
+from test_publishing import hub  # noqa: F401 - a fixture
 from test_scripts import script
 from transformers import (
     MarianConfig,
@@ -27,7 +29,7 @@ from modeling_tinytfm.encoding import PairEncoder
 from modeling_tinytfm.experiment import run_recipe
 from modeling_tinytfm.exporting import export_model
 from modeling_tinytfm.importing import import_marian, reason_to_keep
-from modeling_tinytfm.loading import load_tokenizer
+from modeling_tinytfm.loading import load_tokenizer, load_translator
 from modeling_tinytfm.publishing import files_to_publish
 from modeling_tinytfm.recipes import load_recipe
 from modeling_tinytfm.tokenization import (
@@ -215,11 +217,58 @@ def test_there_and_back(marian, tmp_path):
     import_marian(marian["one"], tmp_path / "ours")
     export_model(tmp_path / "ours", "marian", tmp_path / "marian")
     message = import_marian(tmp_path / "marian", tmp_path / "again")
-    assert message == "the tokenizer is the folder's own fast one"
+    assert message == "the tokenizer is the model's own fast one"
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "again"))
     assert first.keys() == second.keys()
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key
+
+
+def test_a_fast_tokenizer_on_the_hub_needs_no_sentencepiece(marian, hub, tmp_path, monkeypatch):  # noqa: F811
+    import_marian(marian["one"], tmp_path / "ours")
+    export_model(tmp_path / "ours", "marian", tmp_path / "marian")
+    HfApi().create_repo("ada/marian")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "marian").iterdir()}
+    hub.repositories["ada/marian"].commit("main", files, "a Marian")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    message = import_marian("ada/marian", tmp_path / "again")
+    assert message == "the tokenizer is the model's own fast one"
+    text = "a green dog"
+    first, second = (load_tokenizer(tmp_path / name)(text) for name in ("ours", "again"))
+    assert first["input_ids"] == second["input_ids"]
+
+
+def test_vocabularies_of_their_own_are_published_both(marian, tmp_path):
+    shutil.copytree(marian["two"], tmp_path / "marian")
+    settings = json.loads((tmp_path / "marian" / "tokenizer_config.json").read_text())
+    settings["separate_vocabs"] = True
+    (tmp_path / "marian" / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copy(tmp_path / "marian" / "vocab.json", tmp_path / "marian" / "target_vocab.json")
+    message = import_marian(tmp_path / "marian", tmp_path / "ours")
+    assert "source and target have vocabularies of their own" in message
+    assert {"vocab.json", "target_vocab.json"} < files_to_publish(tmp_path / "ours").keys()
+
+
+def test_further_special_tokens_are_named_as_every_version_reads_them(marian, tmp_path):
+    tokenizer = MarianTokenizer.from_pretrained(marian["two"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
+    save_tokenizer(tokenizer, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "extra_special_tokens" not in settings
+    assert settings["additional_special_tokens"] == ["<x>"]
+    again = load_tokenizer(tmp_path)
+    assert again.decode(again("<x> a")["input_ids"], skip_special_tokens=True).strip() == "a"
+
+
+def test_what_was_imported_goes_on_to_ctranslate2(marian, tmp_path):
+    import_marian(marian["one"], tmp_path / "ours")
+    export_model(tmp_path / "ours", "ctranslate2", tmp_path / "ct2")
+    outputs = [
+        translate(*load_translator([tmp_path / name]), lines(ENGLISH, 8), max_new_tokens=12)
+        for name in ("ours", "ct2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0])) > 2, "too easy a test"
 
 
 def test_what_is_no_marian_model_is_refused(marian, tmp_path):

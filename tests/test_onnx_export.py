@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,7 +15,7 @@ from test_ctranslate2_model import word_tokenizer
 from tiny import token_ids
 from torch.export import Dim
 
-from modeling_tinytfm import TinyTFMForCausalLM
+from modeling_tinytfm import TinyTFMForCausalLM, onnx_export
 from modeling_tinytfm.exporting import export_model
 from modeling_tinytfm.onnx_export import cache_names, write_onnx
 from modeling_tinytfm.tokenization import save_tokenizer
@@ -90,6 +92,23 @@ def test_what_is_no_encoder_decoder_of_tokens_is_refused(tmp_path):
         write_onnx(tiny_model(input_feature_size=6), tmp_path)
 
 
+def test_what_the_readme_does_not_honour_is_told_by_name(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(onnx_export, "_write", lambda *_: None)
+    model = tiny_model()
+    honoured = {"suppress_tokens": [7], "bad_words_ids": [[5]], "num_beams": 4, "min_length": 0}
+    model.generation_config.update(**honoured)
+    write_onnx(model, tmp_path)
+    assert caplog.text == ""
+    model.generation_config.update(no_repeat_ngram_size=3, forced_eos_token_id=0)
+    model.generation_config.bad_words_ids.append([5, 6])
+    write_onnx(model, tmp_path)
+    (told,) = caplog.messages
+    assert told == (
+        "the greedy search in the folder's README.md does not know no_repeat_ngram_size=3, "
+        "forced_eos_token_id=0, bad_words_ids of several tokens"
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(reverser, tmp_path_factory):
     root = tmp_path_factory.mktemp("onnx")
@@ -117,8 +136,14 @@ def test_the_folder_holds_graphs_and_no_pickle(folder):
 
 
 @pytest.mark.slow
-def test_greedy_search_of_the_readme_finds_the_same_tokens(folder, reverser, elsewhere):
+@pytest.mark.parametrize("settings", [{}, {"suppress_tokens": [5], "bad_words_ids": [[6], [8]]}])
+def test_greedy_search_of_the_readme_finds_the_same_tokens(
+    folder, reverser, elsewhere, settings, tmp_path
+):
     """Verbatim, but for its lines, in a process without this package."""
+    folder = Path(shutil.copytree(folder, tmp_path / "copy"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     generator = torch.Generator().manual_seed(3)
     lines = [
@@ -131,7 +156,7 @@ def test_greedy_search_of_the_readme_finds_the_same_tokens(folder, reverser, els
     tokenizer = word_tokenizer()
     inputs = tokenizer(lines, padding=True, return_tensors="pt")
     assert (inputs["attention_mask"] == 0).any()
-    expected = reverser.generate(**inputs, max_new_tokens=50)
+    expected = reverser.generate(**inputs, max_new_tokens=50, **settings)
     assert json.loads(found) == expected.tolist()
     assert eval(texts) == tokenizer.batch_decode(expected, skip_special_tokens=True)
 

@@ -17,6 +17,7 @@ import yaml
 from datasets import Dataset
 from hub_double import HubDouble
 from huggingface_hub import ModelCard, constants, hf_hub_download
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from test_experiment import RECIPE, write_pairs
 from test_translation import digits  # noqa: F401 - a fixture
@@ -816,6 +817,33 @@ def test_a_card_stays_as_a_person_left_it(hub, run_folder, said):
     push(run_folder, "ada/mine", new_card=True, say=said.append)
     assert is_generated(hub.files("ada/mine")["README.md"].decode())
     assert file.read_text() == edited
+
+
+def test_what_an_edited_card_does_not_state_is_told(hub, run_folder, said):
+    write_card(run_folder, license="mit")
+    file = run_folder / "README.md"
+    file.write_text(file.read_text().replace("## Limits", "## Mine"))
+    for number in (1, 2):  # the folder's, then the Hub's
+        said.clear()
+        push(run_folder, "ada/mine", license="mit", languages=["de"], say=said.append)
+        told = [line for line in said if "stays as it is" in line]
+        assert len(told) == 1, number
+        assert told[0].startswith("language stays as it is on that card: write de above its text")
+        assert "--new-card" in told[0]
+        file.unlink(missing_ok=True)
+
+
+def test_the_card_of_the_hub_is_read_anew(hub, run_folder, said, monkeypatch):
+    push(run_folder, "ada/mine", say=said.append)
+
+    def unreachable(*arguments, force_download=False, **_):
+        assert force_download, "a cached card would do"
+        raise ValueError("Force download failed") from HTTPError("no connection")
+
+    monkeypatch.setattr(publishing.HfApi, "hf_hub_download", unreachable)
+    with pytest.raises(OSError, match=r"ada/mine: the Hub cannot be reached \(HTTPError\)"):
+        push(run_folder, "ada/mine", say=said.append)
+    assert len(hub.repositories["ada/mine"].messages) == 2
 
 
 def test_a_card_edited_on_the_hub_stays_and_an_empty_one_does_not(hub, run_folder, reverser, said):

@@ -716,3 +716,31 @@ def test_a_space_is_as_private_as_its_model_and_takes_nobodys_place(hub, run_fol
     assert push.main([str(run_folder), "ada/app3", "--space", "1 2"]) == 2
     assert "the Space ada/app3 exists and holds something else" in capsys.readouterr().err
     assert len(hub.repositories["spaces/ada/app"].messages) == before
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Use 'content=<...>':DeprecationWarning"
+)  # as in test_publishing
+def test_only_our_space_or_the_hubs_empty_one_is_replaced(hub, run_folder, capsys):  # noqa: F811
+    push = runpy_script("push_to_hub")
+    text = "Reference at https://huggingface.co/docs/hub/spaces-config-reference"
+    new = {
+        "README.md": f"---\nsdk: static\n---\n{text}\n".encode(),
+        "index.html": b"<h1>Welcome to your static Space!</h1>",
+        "style.css": b"",
+    }
+    own = b"---\nsdk: static\n---\nWhat I think of tinytfm\n"
+    gradio = b"---\nsdk: gradio\ntags: [tinytfm]\n---\n"
+    for name, files, status in (
+        ("ada/new", new, 0),
+        ("ada/gradio", {**new, "README.md": gradio}, 2),
+        ("ada/words", {**new, "README.md": own}, 2),
+        ("ada/page", {**new, "index.html": b"<h1>My page</h1>"}, 2),
+        ("ada/more", {**new, "script.js": b""}, 2),
+    ):
+        HfApi().create_repo(name, repo_type="space", space_sdk="static")
+        hub.repositories[f"spaces/{name}"].commit("main", files, "mine")
+        assert push.main([str(run_folder), name, "--space", "1 2"]) == status, name
+        assert ("holds something else" in capsys.readouterr().err) == (status == 2), name
+        assert (name in hub.repositories) == (status == 0), "the model is published first"
+        assert (hub.files(f"spaces/{name}") == files) == (status == 2)

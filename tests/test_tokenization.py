@@ -624,10 +624,10 @@ def test_mend_names_the_class_that_every_version_knows(trained, tmp_path):
 
 def test_mend_leaves_other_classes_alone(tmp_path):
     config = tmp_path / "tokenizer_config.json"
-    config.write_text('{"tokenizer_class": "MarianTokenizer",  "extra_special_tokens": []}')
+    config.write_text('{"tokenizer_class": "MarianTokenizer",  "extra_special_tokens": {}}')
     mend_tokenizer_class(tmp_path)
     assert config.read_text() == (
-        '{"tokenizer_class": "MarianTokenizer",  "extra_special_tokens": []}'
+        '{"tokenizer_class": "MarianTokenizer",  "extra_special_tokens": {}}'
     )
 
 
