@@ -322,8 +322,10 @@ class TinyTFMTrainer(Seq2SeqTrainer):
             epochs = sys.maxsize  # as for a stream
         return (epochs, *others)
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        trained = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        trained = super()._init_training_state(max_steps, *args, **kwargs)
+        # The checkpoint's own steps of logging, evaluating and saving came with its state.
+        self.state.compute_steps(self.args, max_steps)
         if self.state.best_global_step:  # the folder may have been moved since
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if (best := Path(str(self.args.output_dir)) / name).is_dir():

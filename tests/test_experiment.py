@@ -496,12 +496,16 @@ def test_a_finished_run_trains_longer_in_another_folder(recipe, said, finished):
         run_recipe(recipe(*longer, "training.seed=7"))
     advice = re.search(r"training.resume_from_checkpoint=\S+$", str(refusal.value))[0]
     longer[1:] = ["training.output_dir=longer", advice.replace("N", "4")]
+    longer += ["training.eval_steps=1", "training.save_steps=1", "training.logging_steps=1"]
     run_recipe(recipe(*longer), said.append)
     assert files("outputs/tiny") == before
     state = json.loads((finished / "checkpoint-4" / "trainer_state.json").read_text())
     history = json.loads(Path("longer/trainer_state.json").read_text())["log_history"]
     assert history[: len(state["log_history"])] == state["log_history"]
     assert history[-1]["step"] == 6
+    for name in ("loss", "eval_loss"):  # as often as this recipe says, not the other's
+        assert {5, 6} <= {entry["step"] for entry in history if name in entry}
+    assert Path("longer/checkpoint-5").is_dir()
     seconds = json.loads(Path("longer/run.json").read_text())["training_seconds"]
     assert seconds > state["stateful_callbacks"]["TrainingClock"]["attributes"]["earlier"]
 
