@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import (
@@ -324,10 +325,19 @@ class Experiment:
 
         Raises:
             NonFiniteLossError: If training broke down.
+            MemoryError: If a GPU's memory is too small for it.
         """
         trainer = self.trainer
         self.say(self.plan())
-        trained = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        try:
+            trained = trainer.train(resume_from_checkpoint=self.checkpoint).metrics
+        except torch.OutOfMemoryError as error:
+            by_tokens = self.recipe.data.max_tokens is not None
+            size = "data.max_tokens" if by_tokens else "training.per_device_train_batch_size"
+            raise MemoryError(
+                f"the GPU's memory is too small: halve {size} and double "
+                f"training.gradient_accumulation_steps; {self.how_to_go_on()}"
+            ) from error
         trainer.save_state()  # what was logged
         history = list(trainer.state.log_history)
         if self.checkpoint is not None:

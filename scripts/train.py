@@ -55,15 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         experiment.run()
-    except (NonFiniteLossError, OSError) as error:
+    except (NonFiniteLossError, OSError, MemoryError) as error:
         return report(error, 1)
-    except torch.OutOfMemoryError:
-        what = "data.max_tokens" if recipe.data.max_tokens else "per_device_train_batch_size"
-        return report(
-            f"the GPU's memory is too small: halve {what} and double "
-            f"training.gradient_accumulation_steps; {experiment.how_to_go_on()}",
-            1,
-        )
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # below the progress bar
