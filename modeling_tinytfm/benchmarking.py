@@ -325,7 +325,8 @@ def common_share(step: Step) -> float:
     common = sum(times.get(name, 0) for name in (*COMMON_OPERATIONS, "aten::_fused_adamw_"))
     if on_cuda:  # an operation has the time of its kernels, which are events of their own
         device = torch.autograd.DeviceType.CUDA
-        return common / sum(times[event.key] for event in events if event.device_type == device)
+        kernels = [x for x in events if x.device_type == device and not x.is_user_annotation]
+        return common / sum(kernel.self_device_time_total for kernel in kernels)
     return common / sum(times.values())
 
 

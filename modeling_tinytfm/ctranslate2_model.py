@@ -255,6 +255,9 @@ class CTranslate2Translator(Translator):
                 )
         if forced_end is not None:
             options["max_decoding_length"] -= 1
+            options["min_decoding_length"] = min(
+                options["min_decoding_length"], options["max_decoding_length"]
+            )
         if prefixes is not None:
             if (most := max(map(len, prefixes), default=0)) >= options["max_decoding_length"]:
                 raise ValueError(

@@ -118,14 +118,14 @@ def check_reporters(report_to: str | list[str] | None) -> None:
             )
 
 
-def device_arguments(values: dict[str, Any]) -> dict[str, Any]:
+def device_arguments(values: dict[str, Any], *, training: bool = True) -> dict[str, Any]:
     """Device and precision for the given arguments of the Trainer, on this machine.
 
     What they leave open is what `accelerate launch` was told (`--cpu`, `--mixed_precision`), or
-    else the fastest that a GPU has.
+    else the fastest that a GPU has. A trained model is scored in what there is.
 
     Raises:
-        ValueError: If the precision cannot be had.
+        ValueError: If training cannot have the precision.
     """
     has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
     told_cpu = values.get("use_cpu", False) or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -133,17 +133,17 @@ def device_arguments(values: dict[str, Any]) -> dict[str, Any]:
     fp16, bf16 = values.get("fp16"), values.get("bf16")
     asked = f"training.fp16={str(fp16).lower()}"
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if fp16 is None and bf16 is None and launched != "no":
+    if training and fp16 is None and bf16 is None and launched != "no":
         asked = f"--mixed_precision {launched} of accelerate launch"
         if launched not in ("fp16", "bf16"):
             raise ValueError(f"{asked} is not known here: leave it out, or take bf16 or fp16")
         fp16, bf16 = launched == "fp16", launched == "bf16"
-    if fp16 and use_cpu:
+    if training and fp16 and use_cpu:
         raise ValueError(f"{asked} needs a GPU: a CPU has no fast fp16; leave it out")
     if bf16 is None:
         has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
         bf16 = has_bf16 and not use_cpu and not fp16
-    return {"use_cpu": use_cpu, "fp16": bool(fp16), "bf16": bf16}
+    return {"use_cpu": use_cpu, "fp16": bool(fp16) and not use_cpu, "bf16": bf16}
 
 
 def precision(arguments: TrainingArguments) -> str:

@@ -307,7 +307,12 @@ def push(
 
 def _tell_of_unwritten(card: str, asked: dict[str, list[str]], say: Callable[[str], None]) -> None:
     """Says what should be stated on a card that stays as a person left it, and is not."""
-    head = ModelCard(card, ignore_metadata_errors=True).data.to_dict()
+    if not any(asked.values()):
+        return
+    try:
+        head = ModelCard(card, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, yaml.YAMLError):  # of which the Hub tells
+        return
     for name, values in asked.items():
         stated = head.get(name)
         if values and values != (stated if isinstance(stated, list) else [stated]):

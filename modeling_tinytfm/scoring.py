@@ -82,7 +82,7 @@ def score_model(
     if report.truncated_sources or report.truncated_targets:
         logger.warning("%s: %s", prefix, report.describe(task.rows))
     with tempfile.TemporaryDirectory() as unused:
-        arguments = device_arguments(recipe.training.arguments)
+        arguments = device_arguments(recipe.training.arguments, training=False)
         trainer = task.trainer_class(
             model=model,
             args=Seq2SeqTrainingArguments(output_dir=unused, **arguments),

@@ -30,8 +30,8 @@ RECIPES_FOR_OWN_DATA = {"classification": "classes", "language_model": "language
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and runs the recipe; returns the exit status."""
     logging.disable_progress_bar()  # one for each checkpoint that is written
-    for stream in (sys.stdout, sys.stderr):  # a file's code page may lack the first row's letters
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if hasattr(sys.stdout, "reconfigure"):  # its code page may lack the first row's letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # accelerate's business
     # The one tells that it goes by the numbers of checkpoints, the other what is refused below.
     for name in ("trainer_utils", "generation.configuration_utils"):
@@ -102,11 +102,11 @@ def parse(argv: Sequence[str]) -> tuple[str | Path, list[str]]:
 
 def report(error: Exception | str, status: int) -> int:
     """Prints one line, whatever the number of processes; returns the exit status."""
-    if os.environ.get("RANK", "0") == "0":
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first or isinstance(error, MemoryError):  # which may be that of one alone
         print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr)
-    else:
-        # The launcher ends all processes when one has ended: the line has to be out by then.
-        time.sleep(5)
+    if not is_first:
+        time.sleep(5)  # the launcher ends all when one has ended: the line has to be out by then
     return status
 
 

@@ -715,6 +715,12 @@ def test_a_precision_of_the_launcher_that_cannot_be_had_is_refused(recipe, monke
         prepare(recipe("training.use_cpu=true"))
 
 
+def test_what_was_trained_in_fp16_is_scored_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    scored = machine.device_arguments({"fp16": True, "use_cpu": True}, training=False)
+    assert scored == {"use_cpu": True, "fp16": False, "bf16": False}
+
+
 def test_the_launcher_may_leave_a_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _: True)

@@ -404,6 +404,9 @@ def test_only_the_main_process_reports_and_the_others_wait_for_it(monkeypatch, c
     monkeypatch.setenv("RANK", "0")
     assert train.main(["nothing.yaml"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == len(waits) == 1
+    monkeypatch.setenv("RANK", "1")  # which may be the only one whose memory is too small
+    assert train.report(MemoryError("too small"), 1) == 1
+    assert capsys.readouterr().err == "train.py: too small\n"
 
 
 def test_the_recipe_may_be_left_out():
