@@ -224,18 +224,18 @@ def save_average(
     count = last if last is not None else best
     if count is None or count < 1:
         raise ValueError(f"{count} checkpoints cannot be averaged: give at least 1")
+    recipe = load_recipe(run / RECIPE_FILE)
+    if last is not None:
+        folders = last_checkpoints(run, count)
+    else:
+        chosen = recipe.training.arguments
+        folders = best_checkpoints(
+            run,
+            count,
+            chosen.get("metric_for_best_model") or "loss",
+            bool(chosen.get("greater_is_better")),
+        )
     with new_folder(output) as folder:
-        recipe = load_recipe(run / RECIPE_FILE)
-        if last is not None:
-            folders = last_checkpoints(run, count)
-        else:
-            chosen = recipe.training.arguments
-            folders = best_checkpoints(
-                run,
-                count,
-                chosen.get("metric_for_best_model") or "loss",
-                bool(chosen.get("greater_is_better")),
-            )
         average_checkpoints(folders).save_pretrained(folder)
         if any((run / name).is_file() for name in TOKENIZER_FILES):
             save_tokenizer(load_tokenizer(run), folder)
