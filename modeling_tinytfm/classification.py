@@ -162,17 +162,18 @@ class Classification(Task):
             _keep_rare_classes(splits, reports, [split for split in splits if split not in named])
         return splits, reports
 
-    def read_file(self, path: str | Path) -> Dataset:
+    def read_file(self, path: str | Path) -> tuple[Dataset, SplitReport]:
         """The rows of one file, with the recipe's columns."""
         data = self.recipe.data
         if data.image_column is not None:
-            return read_images(path, data.image_column, data.label_column)
-        splits, _ = load_pairs(
+            images = read_images(path, data.image_column, data.label_column)
+            return images, SplitReport(pairs=len(images))
+        splits, reports = load_pairs(
             {"test": with_class_names(path, data.label_column)},
             source_column=data.text_column,
             target_column=data.label_column,
         )
-        return _stripped(splits["test"])
+        return _stripped(splits["test"]), reports["test"]
 
     def lines(self, rows: Dataset) -> Iterable[str] | None:
         """The texts; images need no vocabulary."""

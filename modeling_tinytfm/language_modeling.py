@@ -104,9 +104,10 @@ class LanguageModel(Task):
             files_of(data), data.text_column, data.group_column, data.max_train_samples
         )
 
-    def read_file(self, path: str | Path) -> Dataset:
+    def read_file(self, path: str | Path) -> tuple[Dataset, SplitReport]:
         """The texts of one file."""
-        return load_texts({"test": path}, self.recipe.data.text_column)[0]["test"]
+        texts, reports = load_texts({"test": path}, self.recipe.data.text_column)
+        return texts["test"], reports["test"]
 
     def lines(self, rows: Dataset) -> Iterable[str]:
         """All texts."""

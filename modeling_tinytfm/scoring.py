@@ -10,6 +10,7 @@ from typing import Any, cast
 from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .data import SplitReport
 from .experiment import TASKS
 from .loading import load_model
 from .machine import device_arguments
@@ -70,16 +71,17 @@ def score_model(
     for option, value in (("metrics", metrics), ("num_beams", num_beams)):
         if value is not None and recipe.task != "seq2seq":
             raise ValueError(f"{option}={value!r} means nothing to task={recipe.task}")
+    known = None  # the plan of a run has told of its own splits
     if file is None:
         rows = task.read()[0][split]
         instead = f"score other {task.rows} by file=... (evaluate_model.py: --file)"
         check_data(cast(Path, kept).parent, {split: digest(rows)}, instead)
     else:
-        rows = task.read_file(file)
+        rows, known = task.read_file(file)
     prefix = split if file is None else "file"
     task.adopt(model.config)
-    encoded, report = task.encode(rows, tokenizer, training=False)
-    if report.truncated_sources or report.truncated_targets:
+    encoded, report = task.encode(rows, tokenizer, training=False, report=known)
+    if report != SplitReport(pairs=report.pairs, blocks=report.blocks):  # not every row as it is
         logger.warning("%s: %s", prefix, report.describe(task.rows))
     with tempfile.TemporaryDirectory() as unused:
         arguments = device_arguments(recipe.training.arguments, training=False)

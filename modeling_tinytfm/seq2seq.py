@@ -90,16 +90,16 @@ class Seq2Seq(Task):
             )
         return texts, reports
 
-    def read_file(self, path: str | Path) -> Dataset:
+    def read_file(self, path: str | Path) -> tuple[Dataset, SplitReport]:
         """The pairs of one file, with the recipe's columns."""
         data = self.recipe.data
-        texts, _ = load_pairs(
+        texts, reports = load_pairs(
             {"test": path},
             source_column=data.source_column,
             target_column=data.target_column,
             merge_references=data.merge_references,
         )
-        return texts["test"]
+        return texts["test"], reports["test"]
 
     def lines(self, rows: Dataset) -> Column:
         """All texts of both sides."""

@@ -53,8 +53,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def read_file(self, path: str | Path) -> Dataset:
-        """The rows of one file, to be scored; raises as `read` does."""
+    def read_file(self, path: str | Path) -> tuple[Dataset, SplitReport]:
+        """The rows of one file, to be scored, and what became of its lines; raises as `read`."""
 
     @abstractmethod
     def lines(self, rows: Dataset) -> Iterable[str] | None:

@@ -288,7 +288,7 @@ def test_white_space_and_unicode_forms_make_no_classes():
     Path("spaces.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = prepare(recipe({"train_file": "spaces.jsonl"}))
     assert prepared.trainer.model.config.id2label == {0: "caf\u00e9", 1: "thé"}
-    assert set(prepared.task.read_file("spaces.jsonl")["target"]) == {"caf\u00e9", "thé"}
+    assert set(prepared.task.read_file("spaces.jsonl")[0]["target"]) == {"caf\u00e9", "thé"}
 
 
 def test_other_columns_of_a_parquet_file_do_not_matter(tmp_path):

@@ -1180,12 +1180,16 @@ def test_learned_positions_limit_what_is_scored_without_a_recipe(recipe, said):
     assert score_model("outputs/tiny", file="long.tsv")["file_loss"] > 0
 
 
-def test_scoring_tells_how_many_rows_it_scored_and_what_it_cut(recipe, said, finished, caplog):
+def test_scoring_tells_what_became_of_each_line_of_a_file(recipe, said, finished, caplog):
     kept = Path("outputs/tiny/recipe.yaml")
     kept.write_text(recipe("data.max_source_length=20").to_yaml())
-    Path("long.tsv").write_text("1 2 3\t3 2 1\n" + "1 " * 20 + "\t1\n")
+    Path("whole.tsv").write_text("1 2 3\t3 2 1\n")
+    assert score_model("outputs/tiny", file="whole.tsv")["file_samples"] == 1
+    assert "file:" not in caplog.text
+    Path("long.tsv").write_text("1 2 3\t3 2 1\n4\t\n" + "1 " * 20 + "\t1\n")
     assert score_model("outputs/tiny", file="long.tsv")["file_samples"] == 2
-    assert "file: 2 pairs; 1 sources truncated to max_source_length" in caplog.text
+    lines = "2 pairs; 1 dropped (a side is empty); 1 sources truncated to max_source_length"
+    assert f"file: {lines}" in caplog.text
 
 
 def test_long_sources_are_not_cut_afterwards(recipe, said):
